@@ -1,0 +1,42 @@
+"""The name of the unit under construction, so that errors deep inside can say it.
+
+A module does not know where it hangs in the model. Whoever wraps it does, and says so here
+for as long as the constructor runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_unit_name: ContextVar[str | None] = ContextVar("fsdp_ref_unit_name", default=None)
+
+
+@contextmanager
+def unit_name_scope(path: str) -> Iterator[None]:
+    """Make ``path`` the name of the unit that is constructed inside.
+
+    Args:
+        path: The module's dotted name, as seen from the model that is being wrapped.
+
+    Yields:
+        Nothing; the name is in force until the context ends, also by an exception.
+
+    Example:
+        >>> with unit_name_scope("layers.0"):
+        ...     current_unit_name()
+        'layers.0'
+        >>> current_unit_name() is None
+        True
+    """
+    token = _unit_name.set(path)
+    try:
+        yield
+    finally:
+        _unit_name.reset(token)
+
+
+def current_unit_name() -> str | None:
+    """Return the name of the unit under construction, or `None` where nobody said one."""
+    return _unit_name.get()

@@ -1,0 +1,60 @@
+"""Which ranks share a unit, and the live process group once it exists.
+
+Sharding is arithmetic: it needs the ranks and this process's position among them, nothing
+more. The live `ProcessGroup` is needed only when tensors move, so it may come later.
+`process_groups.py` fills it in, for the whole tree at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from torch.distributed import ProcessGroup
+
+from fsdp_ref.errors import ShardStateError
+
+
+@dataclass(eq=False)
+class RankGroup:
+    """The ranks that share a unit.
+
+    Attributes:
+        ranks: Global ranks, in the order of the group.
+        rank: This process's position in `ranks`.
+        process_group: The live group, or `None` until `process_groups.create` has made it.
+        asked: How the group was asked for, for messages, such as `"process_group='node'"`.
+
+    Example:
+        Half of four ranks, seen by global rank 3. No process is needed for this much.
+
+        >>> group = RankGroup(ranks=(2, 3), rank=1)
+        >>> group.size, group.process_group
+        (2, None)
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: ProcessGroup | None = None
+    asked: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the unit."""
+        return len(self.ranks)
+
+    @property
+    def live(self) -> ProcessGroup:
+        """The live process group; local, it never creates one.
+
+        Raises:
+            ShardStateError: If the group was not created yet.
+        """
+        if self.process_group is None:
+            raise ShardStateError.at(
+                f"group of ranks {list(self.ranks)}",
+                expected="a live process group",
+                found="a group that was not created yet",
+                fix="Run the outermost unit first: it creates the groups of the whole tree.",
+            )
+        return cast(ProcessGroup, self.process_group)
