@@ -8,7 +8,6 @@ more. The live `ProcessGroup` is needed only when tensors move, so it may come l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from torch.distributed import ProcessGroup
 
@@ -57,4 +56,4 @@ class RankGroup:
                 found="a group that was not created yet",
                 fix="Run the outermost unit first: it creates the groups of the whole tree.",
             )
-        return cast(ProcessGroup, self.process_group)
+        return self.process_group
