@@ -278,6 +278,7 @@ def _preload() -> None:
     import torch.distributed.fsdp
     import torch.distributed.optim
     import torch.nn.parallel
+    import torch.profiler._cupti_monitor  # the first backward imports it
     import torch.utils.checkpoint
 
     torch.set_num_threads(1)
