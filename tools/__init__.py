@@ -1,0 +1,1 @@
+"""What builds and checks the site: not part of the `fsdp_ref` package."""

@@ -1,0 +1,300 @@
+"""Runs one snippet file once, alone in an empty folder, and keeps all it wrote.
+
+Two ways: under torchrun's agent from a process that has torch loaded (fast), or by the
+literal command of the docstring (what a reader types). Both see only this tree's
+`fsdp_ref`, never `tools`, `tests` or another snippet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools import processes
+from tools.snippet_files import Snippet
+
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "TMPDIR",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+)
+LIMIT_SECONDS = 180.0
+RENDEZVOUS_TROUBLE = re.compile(
+    r"Rendezvous\w*(?:Error|Exception)|EADDRINUSE|[Aa]ddress already in use|DistNetworkError"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One planned run of one file."""
+
+    snippet: Snippet
+    backend: str
+    literal: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def how(self) -> str:
+        """The run's conditions in a few words."""
+        words = [self.backend]
+        words += [f"{name}={value}" for name, value in self.variables.items()]
+        return " ".join(words + (["literal command"] if self.literal else []))
+
+
+@dataclass
+class Outcome:
+    """What one run did."""
+
+    run: Run
+    code: int
+    printed: list[str]
+    errors: dict[str, str]
+    seconds: float
+    timed_out: bool = False
+    rendezvous_retries: int = 0
+
+    @property
+    def rendezvous_failed(self) -> bool:
+        """Whether the processes did not find each other: no verdict on the snippet."""
+        text = "\n".join(self.errors.values())
+        return self.code != 0 and RENDEZVOUS_TROUBLE.search(text) is not None
+
+    @property
+    def talkative_ranks(self) -> list[str]:
+        """Ranks other than the first one that printed something."""
+        return [name for name in self.errors if name.startswith("stdout of rank")]
+
+
+def base_environment(backend: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables a run starts with; torchrun adds its own."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    found = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', os.defpath)}"
+    found |= {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    }
+    if backend == "gloo":
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    else:  # ask the driver's library for devices: a CUDA context does not survive a fork
+        found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return found | dict(variables)
+
+
+@contextlib.contextmanager
+def package_folder(root: Path) -> Iterator[Path]:
+    """Yield a folder from which `fsdp_ref`, and nothing else of the repository, imports."""
+    with tempfile.TemporaryDirectory(prefix="fsdp-ref-package-") as folder:
+        Path(folder, "fsdp_ref").symlink_to(root / "fsdp_ref", target_is_directory=True)
+        yield Path(folder)
+
+
+class Launcher:
+    """A process with torch loaded that runs one file at a time for us."""
+
+    def __init__(self, environment: Mapping[str, str], package: Path) -> None:
+        """Start the process; it is ready once torch is imported, which nobody waits for."""
+        script = Path(__file__).with_name("launcher.py")
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", str(script), str(package)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(environment),
+            text=True,
+            bufsize=1,
+        )
+
+    def run(self, request: dict[str, object], limit: float) -> tuple[int, bool]:
+        """Run one file.
+
+        Args:
+            request: What `launcher.py` needs to know.
+            limit: Seconds after which the run is stopped.
+
+        Returns:
+            The exit status, and whether the time ran out.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        child = int(self.answer()["started"])
+        ready, _, _ = select.select([self.process.stdout], [], [], limit)
+        if not ready:
+            processes.stop(child)
+        return int(self.answer()["ended"]), not ready
+
+    def answer(self) -> dict[str, int]:
+        """Read one line of the launcher's answers."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the snippet launcher ended; does `python -c 'import torch'` work?")
+        answer: dict[str, int] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """Let the process end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def run_under_agent(run: Run, launcher: Launcher, limit: float = LIMIT_SECONDS) -> Outcome:
+    """Run a file under torchrun's agent, started by a launcher.
+
+    Args:
+        run: What to run; its backend and variables are those the launcher began with.
+        launcher: The process that forks.
+        limit: Seconds after which the run is stopped.
+
+    Returns:
+        What it did.
+    """
+    snippet = run.snippet
+    with tempfile.TemporaryDirectory(prefix="fsdp-ref-snippet-") as folder:
+        work, logs = Path(folder, "work"), Path(folder, "logs")
+        work.mkdir()
+        logs.mkdir()
+        shutil.copy(snippet.path, work)
+        port = free_port() if snippet.nodes > 1 else 0
+        request: dict[str, object] = {
+            "folder": str(work),
+            "logs": str(logs),
+            "file": snippet.path.name,
+            "nodes": snippet.nodes,
+            "processes": snippet.processes,
+            "run_id": uuid.uuid4().hex,
+            "endpoint": f"localhost:{port}",
+            "limit": limit,
+            "environment": {},
+        }
+        start = time.monotonic()
+        code, timed_out = launcher.run(request, limit)
+        seconds = time.monotonic() - start
+        printed, errors = collected(logs)
+    return Outcome(run, code, printed, errors, seconds, timed_out)
+
+
+def collected(logs: Path) -> tuple[list[str], dict[str, str]]:
+    """Gather what the ranks wrote: the first talking rank's lines, and all that is beside them."""
+    printed: list[str] = []
+    errors: dict[str, str] = {}
+    ranks = sorted(int(path.stem[4:]) for path in logs.glob("rank*.stdout"))
+    for rank in ranks:
+        lines = (logs / f"rank{rank}.stdout").read_text(errors="replace").splitlines()
+        if lines and printed:
+            errors[f"stdout of rank {rank}"] = "\n".join(lines)
+        printed = printed or lines
+    for rank in ranks:
+        errors[f"rank {rank}"] = own_part((logs / f"rank{rank}.stderr").read_text(errors="replace"))
+    agent = logs / "agent.stderr"
+    if agent.exists() and not any(text.strip() for text in errors.values()):
+        errors["agent"] = agent.read_text(errors="replace")  # only if no rank said anything
+    return printed, {name: text for name, text in errors.items() if text.strip()}
+
+
+def own_part(text: str) -> str:
+    """Drop what our launcher adds to a rank's stack when the time runs out."""
+    kept = []
+    for line in text.splitlines():
+        if line.endswith("in run_rank") and "launcher.py" in line:
+            break
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def run_literally(run: Run, package: Path, limit: float = LIMIT_SECONDS) -> Outcome:
+    """Run a file by the command of its docstring, once per node.
+
+    Args:
+        run: What to run.
+        package: The folder that `package_folder` made.
+        limit: Seconds after which the run is stopped.
+
+    Returns:
+        What it did; all ranks' errors are in one text, as in a reader's terminal.
+    """
+    environment = base_environment(run.backend, run.variables) | {"PYTHONPATH": str(package)}
+    words = shlex.split(run.snippet.command)
+    words[0] = str(Path(sys.executable).with_name("torchrun"))
+    if not Path(words[0]).exists():
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    with tempfile.TemporaryDirectory(prefix="fsdp-ref-snippet-") as folder:
+        work = Path(folder, "work")
+        work.mkdir()
+        shutil.copy(run.snippet.path, work)
+        start = time.monotonic()
+        started = [
+            start_node(words, work, environment, Path(folder, str(node)))
+            for node in range(run.snippet.nodes)
+        ]
+        codes, timed_out = waited_for(started, start + limit)
+        seconds = time.monotonic() - start
+        texts = [Path(folder, f"{node}.out").read_text() for node in range(len(started))]
+        errors = {f"node {n}": Path(folder, f"{n}.err").read_text() for n in range(len(started))}
+    printed = [line for text in texts for line in text.splitlines()]
+    return Outcome(run, max(codes, key=abs), printed, errors, seconds, timed_out)
+
+
+def start_node(
+    words: list[str], work: Path, environment: Mapping[str, str], name: Path
+) -> subprocess.Popen[bytes]:
+    """Start the command for one node as the leader of a process group of its own."""
+    with open(f"{name}.out", "w") as out, open(f"{name}.err", "w") as err:
+        return subprocess.Popen(
+            words,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def waited_for(started: list[subprocess.Popen[bytes]], deadline: float) -> tuple[list[int], bool]:
+    """Wait for all processes; stop those that are late."""
+    timed_out = False
+    for process in started:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            processes.stop(process.pid)
+    return [process.wait() for process in started], timed_out
+
+
+def free_port() -> int:
+    """Return a port that is free at this moment."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def cards() -> int:
+    """Count the GPUs, asking torch only when the machine has any NVIDIA device at all."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    question = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    return int(answer.stdout or 0)
