@@ -34,7 +34,7 @@ class _Mailbox:
         store: Any = distributed_c10d._get_default_store()  # torch has no public accessor
         # A clone, because a blocking wait holds its connection, which NCCL's watchdog needs.
         self.store: Store = PrefixStore("fsdp_ref/agreement", store.clone())
-        self.timeout: timedelta = store.timeout
+        self.timeout = time_limit()
         self.rounds: defaultdict[str, int] = defaultdict(int)
 
     def next_round(self, topic: str, ranks: tuple[int, ...]) -> tuple[str, str]:
@@ -58,6 +58,23 @@ def _mailbox() -> _Mailbox:
     if default_group not in _mailboxes:
         _mailboxes[default_group] = _Mailbox()
     return _mailboxes[default_group]
+
+
+def time_limit() -> timedelta:
+    """Return how long collectives of the default process group wait, as it was started with.
+
+    Returns:
+        The shortest limit of its backends; that of its store where a backend tells none.
+    """
+    default_group = distributed_c10d._get_default_group()
+    backends = [default_group._get_backend(device) for device in default_group._device_types]
+    limits = [
+        backend.options._timeout
+        for backend in backends
+        if getattr(backend, "options", None) is not None
+    ]
+    store: Any = distributed_c10d._get_default_store()
+    return min(limits) if limits else store.timeout
 
 
 def compare(

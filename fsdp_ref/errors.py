@@ -191,3 +191,9 @@ class SummonContextError(FSDPError, RuntimeError):
     """`summon_full_params` was nested, or a forward ran inside it."""
 
     code = "FSDP402"
+
+
+class CopyError(FSDPError, TypeError):
+    """A sharded model was copied or pickled, which would lose the hooks that train it."""
+
+    code = "FSDP403"

@@ -43,11 +43,12 @@ class Phase(Enum):
 
 
 NEXT_PHASES: dict[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.FORWARD, Phase.PRE_BACKWARD}),
+    # POST_BACKWARD without PRE_BACKWARD: other ranks used the unit, this one reduces zeros.
+    Phase.IDLE: frozenset({Phase.FORWARD, Phase.PRE_BACKWARD, Phase.POST_BACKWARD}),
     # FORWARD inside FORWARD: a module that calls itself; a unit keeps a stack of phases.
     Phase.FORWARD: frozenset({Phase.FORWARD, Phase.IDLE}),
     # FORWARD inside PRE_BACKWARD: activation checkpointing recomputes.
     Phase.PRE_BACKWARD: frozenset({Phase.FORWARD, Phase.POST_BACKWARD}),
-    Phase.POST_BACKWARD: frozenset({Phase.IDLE, Phase.PRE_BACKWARD}),
+    Phase.POST_BACKWARD: frozenset({Phase.IDLE}),
 }
 """Which phase may follow which; a phase entered inside another one returns to it."""

@@ -1,0 +1,43 @@
+"""Fully Sharded Data Parallel, written to be read.
+
+Reading order for newcomers: `layout` (which rank owns which element), `states` (what memory
+holds, where the step is), `flat_param` (one tensor, its shard, its views), `collectives`,
+`unit` (a step, hook by hook), `schedule` (the order of units, the end of the backward), and
+`fully_sharded`, which people construct and call.
+"""
+
+from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.fully_sharded import FullyShardedDataParallel
+from fsdp_ref.layout import FlatLayout, ParameterSlot
+from fsdp_ref.recording import Event, Timeline, timeline
+from fsdp_ref.states import Phase, ShardState
+from fsdp_ref.wrapping import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    auto_wrap,
+    default_auto_wrap_policy,
+    enable_wrap,
+    size_based_auto_wrap_policy,
+    wrap,
+)
+
+__all__ = [
+    "CustomPolicy",
+    "Event",
+    "FlatLayout",
+    "FlatParameter",
+    "FullyShardedDataParallel",
+    "ModuleWrapPolicy",
+    "ParameterSlot",
+    "Phase",
+    "ShardState",
+    "Timeline",
+    "always_wrap_policy",
+    "auto_wrap",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "size_based_auto_wrap_policy",
+    "timeline",
+    "wrap",
+]

@@ -1,0 +1,162 @@
+"""The only file that moves tensor data between ranks.
+
+Every function is collective: all ranks of the group call it, with equal sizes and tags.
+On gloo, messages go from rank to rank straight into their final place, which sends as few
+bytes as possible; the tag carries the unit's number, so ranks that are in different units
+get a time-out that Python can catch instead of mixed-up weights. Other backends use their
+own all-gather and reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_ref.rank_group import RankGroup
+
+
+@dataclass
+class PendingGather:
+    """An all-gather in flight; the output may be read after `wait`."""
+
+    works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait until the output is complete."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
+@dataclass
+class PendingReduction:
+    """A reduce-scatter in flight; `wait` returns this rank's shard of the sum."""
+
+    pieces: list[Tensor]  # (shard_numel,) each; their sum, in this order, is the result
+    works: list[dist.Work] = field(default_factory=list)
+    source: Tensor | None = None  # kept alive until sent
+
+    def wait(self) -> Tensor:
+        """Wait and return the summed shard, of shape ``(shard_numel,)``."""
+        for work in self.works:
+            work.wait()
+        # Cloned, because a view would keep the whole unsharded gradient alive.
+        total = self.pieces[0].clone()
+        for piece in self.pieces[1:]:
+            total += piece
+        self.works, self.pieces, self.source = [], [total], None
+        return total
+
+
+def bytes_per_gather(shard: Tensor, group: RankGroup) -> int:
+    """Return the bytes one rank sends in an all-gather or reduce-scatter of such shards."""
+    return (group.size - 1) * shard.numel() * shard.element_size()
+
+
+def _point_to_point(group: RankGroup) -> bool:
+    return "gloo" in str(dist.get_backend(group.live))
+
+
+def _exchange(
+    outgoing: Tensor, incoming: list[Tensor], group: RankGroup, tag: int
+) -> list[dist.Work]:
+    """Send row ``i`` of ``outgoing`` to rank ``i``; receive ``incoming[i]`` from rank ``i``."""
+    works: list[dist.Work] = []
+    for step in range(1, group.size):  # start with the next rank, so that no one is crowded
+        target = (group.rank + step) % group.size
+        source = (group.rank - step) % group.size
+        sent = dist.isend(outgoing[target], group=group.live, group_dst=target, tag=tag)
+        received = dist.irecv(incoming[source], group=group.live, group_src=source, tag=tag)
+        works += [work for work in (sent, received) if work is not None]
+    return works
+
+
+def start_all_gather(full: Tensor, shard: Tensor, group: RankGroup, tag: int) -> PendingGather:
+    """Start to fill ``full`` with the shards of all ranks, in rank order.
+
+    Args:
+        full: Output, ``(group.size * shard_numel,)``.
+        shard: This rank's piece, ``(shard_numel,)``.
+        group: Who takes part.
+        tag: Number that keeps messages of different units apart.
+
+    Returns:
+        The gather in flight.
+    """
+    rows = full.view(group.size, -1)
+    if group.size == 1 or shard.numel() == 0:
+        rows[group.rank].copy_(shard)
+        return PendingGather()
+    if not _point_to_point(group):
+        work = dist.all_gather_single(full, shard, group=group.live, async_op=True)
+        return PendingGather([work])
+    rows[group.rank].copy_(shard)
+    outgoing = shard.expand(group.size, -1)  # the same piece to everyone
+    return PendingGather(_exchange(outgoing, list(rows), group, tag))
+
+
+def start_reduce_scatter(gradient: Tensor, group: RankGroup, tag: int) -> PendingReduction:
+    """Start to sum ``gradient`` over the ranks, each rank keeping its own slice.
+
+    Args:
+        gradient: Input, ``(group.size * shard_numel,)``; do not touch it before `wait`.
+        group: Who takes part.
+        tag: Number that keeps messages of different units apart.
+
+    Returns:
+        The reduction in flight.
+    """
+    rows = gradient.view(group.size, -1)
+    mine = rows[group.rank]
+    if group.size == 1 or mine.numel() == 0:
+        return PendingReduction([mine])
+    if not _point_to_point(group):
+        total = torch.empty_like(mine)
+        work = dist.reduce_scatter_single(total, gradient, group=group.live, async_op=True)
+        return PendingReduction([total], [work], gradient)
+    pieces = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
+    return PendingReduction(pieces, _exchange(rows, pieces, group, tag), gradient)
+
+
+def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> list[Tensor]:
+    """Ask every rank what it holds in the slice that this rank owns.
+
+    Args:
+        full: This rank's copy of everything, ``(group.size * shard_numel,)``.
+        group: Who takes part.
+        tag: Number that keeps messages of different units apart.
+
+    Returns:
+        One tensor ``(shard_numel,)`` per rank, in rank order; the own one is a view.
+    """
+    rows = full.view(group.size, -1)
+    mine = rows[group.rank]
+    if group.size == 1 or mine.numel() == 0:
+        return [mine]
+    versions = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
+    if _point_to_point(group):
+        for work in _exchange(rows, versions, group, tag):
+            work.wait()
+        return versions
+    received = torch.empty_like(full)
+    dist.all_to_all_single(received, full, group=group.live)
+    return list(received.view(group.size, -1))
+
+
+def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: RankGroup) -> Tensor:
+    """Combine small ``values`` over the ranks of the group, in place, and return them.
+
+    Args:
+        values: Any shape, equal on all ranks.
+        op: For example ``dist.ReduceOp.SUM``.
+        group: Who takes part.
+
+    Returns:
+        ``values``, combined.
+    """
+    if group.size > 1:
+        dist.all_reduce(values, op=op, group=group.live)
+    return values

@@ -1,0 +1,240 @@
+"""The flat parameter: a unit's parameters laid end to end, of which each rank keeps one shard.
+
+# What each attribute holds
+
+A unit holds one [FlatParameter][fsdp_ref.flat_param.FlatParameter] per original dtype and
+`requires_grad`. Its `data` is always this rank's shard, so the optimizer only ever sees the
+shard and its gradient. The full weights live in a second tensor, `_full_param_padded`, whose
+memory exists only while the unit is unsharded.
+
+The module keeps its own parameter objects. They are views of `_full_param_padded`, made once
+and never replaced: emptying the storage frees the memory, filling it again brings the same
+views back to life. That is why tensors that autograd saved in the forward are still valid in
+the backward, and why `module.weight` needs no second name.
+
+When a parameter's gradient is complete it is divided by the number of ranks and copied into
+one long gradient. The sum of those over the ranks is the mean over the global batch.
+
+Tip: Read the shard, not the full weight
+    Outside the forward and the backward the full weights are not in memory: `module.weight`
+    has the right shape and no data. What is always there is the shard: `flat_param.data`, and
+    `flat_param._fp32_shard` once the unit has been used. Open
+    [summon_full_params][fsdp_ref.FullyShardedDataParallel.summon_full_params] to see whole
+    weights.
+
+    Proof: attributes/walk_one_step
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.collectives import (
+    PendingGather,
+    PendingReduction,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from fsdp_ref.layout import FlatLayout
+from fsdp_ref.originals import OriginalParameter
+from fsdp_ref.rank_group import RankGroup
+
+
+def _take_gradient(
+    flat_param: weakref.ref[FlatParameter], index: int, leaf: torch.Tensor
+) -> None:
+    """What autograd calls when a parameter's gradient is complete."""
+    owner = flat_param()
+    if owner is not None:
+        owner.take_gradient(index, leaf)
+
+
+class FlatParameter(nn.Parameter):
+    """A unit's parameters of one dtype and `requires_grad`, concatenated, padded and sharded.
+
+    The tensor itself is this rank's shard, one-dimensional, `shard_numel` elements. The units
+    of a model register it, so `model.parameters()` yields flat parameters and an optimizer
+    built from them updates shards. You do not construct it yourself.
+
+    Attributes:
+        _is_sharded: Whether more than one rank shares it; `False` when its group has one rank.
+            Exists from construction.
+        _orig_size: Size before sharding, without padding: `(total_numel,)`. Exists from
+            construction.
+        _fp32_shard: This rank's shard in full precision, the memory that the optimizer
+            updates. `None` before first use.
+        _fp16_shard: This rank's shard in the compute dtype when that differs from the
+            parameter's; `None` in full precision.
+        _full_param_padded: The unsharded, padded parameter, `(padded_numel,)`; its storage is
+            empty except while the unit is unsharded. `None` before first use.
+        _cpu_grad: Buffer on the CPU for the shard's gradient when gradients are offloaded;
+            `None` otherwise.
+        _saved_grad_shard: The gradient shard accumulated so far, `(shard_numel,)`; `.grad` is
+            set from it at the end of backward. `None` before the first reduction and again
+            once the gradient was cleared.
+    """
+
+    _is_sharded: bool
+    _orig_size: torch.Size
+    _fp32_shard: Tensor | None
+    _fp16_shard: Tensor | None
+    _full_param_padded: Tensor | None
+    _cpu_grad: Tensor | None
+    _unit: weakref.ref[Any]
+
+    def __new__(
+        cls, originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device
+    ) -> FlatParameter:
+        """Shard `originals` over `group` and turn their memory into views of the full tensor."""
+        first = originals[0].parameter
+        layout = FlatLayout.of([(o.name, o.parameter.shape) for o in originals], group.size)
+        shard = first.detach().new_zeros(layout.shard_numel, device=device)
+        for slot, original in zip(layout.slots, originals, strict=True):
+            inner, outer, numel = layout.overlap(slot, group.rank)
+            piece = original.parameter.detach().reshape(-1)[inner : inner + numel]
+            shard[outer : outer + numel].copy_(piece)
+        self: FlatParameter = torch.Tensor._make_subclass(cls, shard, first.requires_grad)
+        self._originals = list(originals)
+        self._layout = layout
+        self._group = group
+        self._is_sharded = group.size > 1
+        self._orig_size = torch.Size([layout.total_numel])
+        self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
+        self._reset_step_state()
+        self._updates = 0
+        self._point_originals_at(shard.new_empty(layout.padded_numel))
+        return self
+
+    def __init__(
+        self, originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device
+    ) -> None:
+        """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
+
+    def _reset_step_state(self) -> None:
+        self._grad_in_progress: Tensor | None = None
+        self._unsharded_grad: Tensor | None = None
+        self._filled: set[int] = set()  # slots that already hold a gradient
+
+    def _point_originals_at(self, full: Tensor) -> None:
+        """Make every original parameter a view of ``full``, then empty its storage."""
+        self._full = full
+        myself = weakref.ref(self)  # the hooks must not keep the flat parameter alive
+        for index, (slot, original) in enumerate(
+            zip(self._layout.slots, self._originals, strict=True)
+        ):
+            leaf = original.parameter
+            # `.data`: a plain view would share `full`'s version counter, and refilling `full`
+            # would then look to autograd like an edit of the weights that it saved.
+            leaf.data = full.data[slot.offset : slot.stop].view(slot.shape)
+            leaf._fsdp_owner = original.name  # type: ignore[attr-defined]
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(_take_gradient, myself, index))
+        self.free()
+
+    # Memory, in the order of a step
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameter now in memory."""
+        return self._full.untyped_storage().nbytes()
+
+    def prepare(self) -> None:
+        """Fill in the attributes that exist from first use."""
+        self._fp32_shard = self.data
+        self._full_param_padded = self._full
+
+    def start_unshard(self, tag: int) -> PendingGather:
+        """Allocate the full tensor and start the all-gather into it. Collective."""
+        nbytes = self._layout.padded_numel * self._full.element_size()
+        self._full.untyped_storage().resize_(nbytes)
+        return start_all_gather(self._full, self.data, self._group, tag)
+
+    def free(self) -> None:
+        """Drop the full parameters; the views of them stay valid for the next time."""
+        # Autograd saved views of this storage for backward, so the tensor must survive:
+        # emptying its storage frees the memory and keeps every view valid after refilling.
+        self._full.untyped_storage().resize_(0)
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Changes whenever the shard may have changed: compare two to find stale weights."""
+        # Fused optimizers write without touching the version counter; hence the second number.
+        return self._version, self._updates
+
+    # The gradient
+
+    def take_gradient(self, index: int, leaf: Tensor) -> None:
+        """Move one original parameter's gradient into the long gradient, scaled for the mean.
+
+        Autograd calls this once per backward and parameter, right after it has accumulated
+        into ``leaf.grad``.
+        """
+        if leaf.grad is None:
+            return
+        if self._unsharded_grad is None:
+            self._unsharded_grad = self._full.new_empty(self._layout.padded_numel)
+        slot = self._layout.slots[index]
+        target = self._unsharded_grad[slot.offset : slot.stop].view(slot.shape)
+        scale = 1.0 / self._group.size
+        if index in self._filled:  # inside no_sync(), or used again in the same backward
+            target.add_(leaf.grad, alpha=scale)
+        else:
+            torch.mul(leaf.grad, scale, out=target)
+        self._filled.add(index)
+        leaf.grad = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of its parameters got a gradient that is not reduced yet."""
+        return bool(self._filled)
+
+    def start_reduction(self, tag: int) -> PendingReduction:
+        """Hand the long gradient to a reduce-scatter; zeros where nothing arrived. Collective."""
+        gradient = self._unsharded_grad
+        if gradient is None:
+            gradient = self._full.new_zeros(self._layout.padded_numel)
+        else:
+            for index, slot in enumerate(self._layout.slots):
+                if index not in self._filled:
+                    gradient[slot.offset : slot.stop].zero_()
+            gradient[self._layout.total_numel :].zero_()
+        self._unsharded_grad, self._filled = None, set()
+        return start_reduce_scatter(gradient, self._group, tag)
+
+    def accumulate(self, shard: Tensor) -> None:
+        """Add a reduced gradient shard, ``(shard_numel,)``, to what was there before."""
+        before = self._saved_grad_shard
+        if before is None:
+            self._grad_in_progress = shard
+        else:
+            self._grad_in_progress = before.add_(shard)
+
+    def publish_gradient(self) -> None:
+        """Set `.grad` from the accumulated shard; the optimizer may step now."""
+        if self._grad_in_progress is not None:
+            self.grad = self._grad_in_progress
+            self._grad_in_progress = None
+
+    @property
+    def _saved_grad_shard(self) -> Tensor | None:
+        in_progress = self._grad_in_progress
+        return in_progress if in_progress is not None else self.grad
+
+    # Single parameters
+
+    def write_slice(self, index: int, value: Tensor) -> None:
+        """Copy this rank's part of one original parameter from its full ``value``. Local."""
+        slot = self._layout.slots[index]
+        inner, outer, numel = self._layout.overlap(slot, self._group.rank)
+        with torch.no_grad():
+            self[outer : outer + numel].copy_(value.reshape(-1)[inner : inner + numel])
+
+    def discard_gradient(self) -> None:
+        """Forget everything of an unfinished backward."""
+        self._reset_step_state()

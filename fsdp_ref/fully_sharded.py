@@ -1,0 +1,534 @@
+"""`FullyShardedDataParallel`: what people construct and call.
+
+# One training step
+
+Wrapping turns a module into a *unit*. Between steps each rank keeps only its shard of the
+unit's parameters. A forward gathers the full parameters, computes, and drops them; the
+backward gathers them again, computes the gradients, sums them over the ranks so that each
+rank keeps the mean gradient of its own shard, and drops them once more. The optimizer then
+updates shards.
+
+Units nest. Parameters that no inner unit holds belong to the enclosing one; the outermost
+unit, the *root*, belongs around the whole model, because it alone sees the order of the units
+and the end of the backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_ref import agreement, process_groups
+from fsdp_ref.errors import (
+    CopyError,
+    InnerUnitBeforeRootError,
+    RootOnlyError,
+    SummonContextError,
+)
+from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.full_params import RegisteredNames, full_parameters
+from fsdp_ref.grad_norm import scale_gradients, total_norm
+from fsdp_ref.naming import current_unit_name
+from fsdp_ref.optimizer_watch import watch_optimizers
+from fsdp_ref.originals import (
+    OriginalParameter,
+    collect_originals,
+    own_modules,
+    refuse_module,
+    refuse_parameters,
+)
+from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.schedule import RootSchedule
+from fsdp_ref.state_dict import (
+    clean_name,
+    fill_in_full_values,
+    insert_wrapped,
+    strip_wrapped,
+    take_own_values,
+)
+from fsdp_ref.states import Phase
+from fsdp_ref.unit import Unit
+from fsdp_ref.wrapping import apply_policy
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over ranks.
+
+    Collective: every rank constructs the same units, with the same arguments, in the same
+    order. Construction itself sends nothing; ranks are compared when the root is first used.
+
+    Build the optimizer after wrapping, from `model.parameters()`. The wrapper answers
+    attribute and index access like the module inside.
+
+    Warning: Initialise before wrapping
+        A deterministic initialisation of the parameters after wrapping, with one seed on all
+        ranks, fills every shard with the same numbers: as many identical shards as there are
+        ranks, and a weight of low rank. Initialise before wrapping, or inside
+        `summon_full_params`. The snippet `wrapping/initialise_after_sharding` shows the damage.
+
+    Tip: Build the optimizer after wrapping
+        Wrapping replaces the parameters that an optimizer can update by flat parameters. An
+        optimizer from before wrapping would train nothing; its first step raises here.
+
+        Proof: tips/optimizer_after_wrapping
+
+    Args:
+        module: The module to wrap; it is changed in place.
+        process_group: The ranks that share this unit: `None` for all, a process group, a word
+            such as `'self'`, or a list of global ranks that contains this one.
+        auto_wrap_policy: Which modules inside become units of their own; see
+            [fsdp_ref.wrapping][]. A policy may return a dict of arguments for a unit.
+        device_id: Where parameters and buffers go; by default they stay on their device.
+
+    Raises:
+        ContainerWithoutForwardError: If `module` has no `forward`, such as `ModuleList`.
+        AlreadyWrappedError: If `module` is a unit, or the policy meets one inside.
+        NonFloatingParameterError: If a parameter has an integer, boolean or complex dtype.
+        ScalarParameterError: If a parameter has no dimension.
+        TiedParametersError: If a parameter would belong to two units.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
+        >>> model = FullyShardedDataParallel(nn.Linear(2, 3))
+        >>> [tuple(parameter.shape) for parameter in model.parameters()]
+        [(9,)]
+        >>> list(model.state_dict())
+        ['weight', 'bias']
+        >>> dist.destroy_process_group()
+    """
+
+    _is_fsdp_unit = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | str | Sequence[int] | None = None,
+        *,
+        auto_wrap_policy: Any = None,
+        device_id: int | torch.device | None = None,
+    ) -> None:
+        name = current_unit_name() or type(module).__name__
+        where = f"unit '{name}'"
+        refuse_module(module, where)
+        group = process_groups.resolve(process_group, where=where)
+        refuse_parameters(collect_originals(module), where)
+        if auto_wrap_policy is not None:
+            defaults = {"process_group": process_group, "device_id": device_id}
+            apply_policy(module, auto_wrap_policy, type(self), defaults)
+        super().__init__()
+        self._fsdp_wrapped_module = module
+        device = None if device_id is None else torch.device(device_id)
+        if device is not None:
+            _move_buffers(module, device)
+        flat_params = _flatten(collect_originals(module), group, device)
+        self._registered = RegisteredNames(self, flat_params)
+        self._unit = Unit(name, flat_params, group, self._registered)
+        self._schedule: RootSchedule | None = None
+        self._outer: weakref.ref[FullyShardedDataParallel] | None = None
+        self._adopt_inner_units()
+        watch_optimizers()
+
+    # The tree of units
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The live process group of this unit. Collective at first use: it may be created then."""
+        self._set_up()
+        return self._unit.group.live
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module) -> list[FullyShardedDataParallel]:
+        """Return all units in ``module``, outer before inner. Not collective.
+
+        Args:
+            module: Any module.
+
+        Returns:
+            The units, in the order of `module.modules()`.
+        """
+        return [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]
+
+    def check_is_root(self) -> bool:
+        """Return whether this is the outermost unit. Not collective."""
+        return self._root() is self
+
+    def _adopt_inner_units(self) -> None:
+        """Tell inner units who is around them, and what they are called from here."""
+        for name, part in self.named_modules():
+            if isinstance(part, FullyShardedDataParallel) and part is not self:
+                part._unit.name = clean_name(name)
+                part._schedule = None
+                if part._outer is None or part._outer() is None:
+                    part._outer = weakref.ref(self)
+
+    def _root(self) -> FullyShardedDataParallel:
+        outer = None if self._outer is None else self._outer()
+        return self if outer is None else outer._root()
+
+    def _set_up(self) -> RootSchedule:
+        """Name the units, compare them across ranks, create their groups. Collective, once."""
+        root = self._root()
+        if root._schedule is None:
+            units = []
+            for name, part in root.named_modules():
+                if isinstance(part, FullyShardedDataParallel):
+                    part._unit.name = clean_name(name)
+                    units.append(part._unit)
+            ranks = root._unit.group.ranks
+            agreement.compare("structure of the model", _describe(units), ranks)
+            process_groups.create([unit.group for unit in units])
+            root._schedule = RootSchedule(
+                units,
+                root._unit.group,
+                lambda order: agreement.compare("order of the units", order, ranks),
+            )
+        return root._schedule
+
+    # A step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered. Collective.
+
+        Args:
+            *args: Passed on to the module.
+            **kwargs: Passed on to the module.
+
+        Returns:
+            What the module returns.
+
+        Raises:
+            InnerUnitBeforeRootError: If an inner unit is called before the root ever was.
+            SummonContextError: If called inside `summon_full_params`.
+        """
+        unit = self._unit
+        if not self.check_is_root() and self._root()._schedule is None:
+            raise InnerUnitBeforeRootError.at(
+                unit.where,
+                expected="the outermost unit to be called first",
+                found="a call of an inner unit",
+                fix="Call the model itself once before you call a part of it.",
+            )
+        if unit.summoned:
+            raise SummonContextError.at(
+                unit.where,
+                expected="a forward outside of summon_full_params",
+                found="a forward inside it",
+                fix="Close the context first; a forward gathers what it needs by itself.",
+            )
+        self._set_up()
+        try:
+            call, args, kwargs = unit.pre_forward(args, kwargs)
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        except BaseException:
+            unit.abandon_forward()
+            raise
+        return unit.post_forward(call, output)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them; the next backward outside reduces the sum.
+
+        Every rank opens the context around the same forwards and backwards. It saves the
+        reduce-scatters and nothing else: inside, each rank keeps the gradient of the *whole*
+        model.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            RootOnlyError: If called on an inner unit.
+
+        Tip: Accumulate inside no_sync only if the whole gradient fits
+            Without `no_sync` the gradients of several backwards add up too, as shards, to the
+            same sum. `no_sync` trades memory for fewer reduce-scatters.
+
+            Proof: tips/accumulate_gradients
+        """
+        self._root_only("no_sync")
+        with self._set_up().without_synchronization():
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradient of the whole model by its norm. Collective.
+
+        Each element counts once, in whatever unit and group it lies.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: The p of the p-norm; `float("inf")` for the largest element.
+
+        Returns:
+            The norm before clipping, a scalar tensor, the same on every rank.
+
+        Raises:
+            RootOnlyError: If called on an inner unit.
+
+        Tip: Clip with the model's own method
+            `torch.nn.utils.clip_grad_norm_` sees one rank's shards. It computes another norm on
+            each rank and scales the pieces of one gradient differently.
+
+            Proof: tips/clip_by_the_true_norm
+        """
+        self._root_only("clip_grad_norm_")
+        schedule = self._set_up()
+        flat_params = [p for unit in schedule.units for p in unit.flat_params]
+        device = flat_params[0].device if flat_params else torch.device("cpu")
+        norm = total_norm(flat_params, float(norm_type), schedule.group, device)
+        scale_gradients(flat_params, norm, max_norm)
+        return norm
+
+    def reshard(self) -> None:
+        """Drop full parameters that are in memory, here and in all inner units. Not collective.
+
+        The next forward gathers them again. Needed after editing a shard through `.data`, an
+        edit that leaves no trace.
+        """
+        for part in self.fsdp_modules(self):
+            if part._unit.phase is Phase.IDLE and not part._unit.summoned:
+                part._unit.reshard()
+
+    # Weights in and out
+
+    @contextmanager
+    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+        """Give every module its full parameters back while the context is open. Collective.
+
+        Inside, names, shapes and order are those of the model before wrapping. It gathers all
+        units at once, so the whole model has to fit in memory. Also callable on the class, with
+        any module that contains units: `FullyShardedDataParallel.summon_full_params(model)`.
+
+        Args:
+            recurse: Include the inner units.
+            writeback: Keep edits. All ranks have to make the same ones.
+
+        Yields:
+            Nothing; the parameters are in their modules.
+
+        Raises:
+            SummonContextError: If entered again inside itself, or during a forward.
+            SummonDisagreementError: If ranks wrote different values; nothing is kept then.
+
+        Tip: Make the same edit on every rank
+            Each rank keeps only its own part of what it wrote. An edit on one rank alone would
+            leave a weight that is half old and half new; here it raises, and nothing is kept.
+
+            Proof: tips/edit_inside_summon
+        """
+        parts = FullyShardedDataParallel.fsdp_modules(self)
+        if not recurse:
+            parts = [part for part in parts if part is self]
+        for part in parts:
+            part._set_up()
+        with full_parameters([part._unit for part in parts], writeback=writeback):
+            yield
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return the full weights under the plain model's names. Collective.
+
+        Every rank calls it and every rank gets the whole dict; it gathers one unit at a time
+        and leaves the model as it was. Values own their memory.
+
+        Args:
+            destination: Fill this dict instead of a new one.
+            prefix: Put this before every key.
+            keep_vars: Leave `requires_grad` as it is on the values.
+
+        Returns:
+            A dict that loads into the plain model, and back into this one at any number of
+            ranks.
+
+        Tip: Call state_dict on every rank, write on one
+            The full weights exist nowhere until all ranks bring their shards together. Calling
+            `state_dict` on one rank only would wait for the others forever.
+
+            Proof: tips/save_on_every_rank
+        """
+        self._set_up()
+        with self._registered.shown():
+            result: dict[str, Any] = super().state_dict(
+                destination=destination, prefix=prefix, keep_vars=True
+            )
+        strip_wrapped(result, prefix)
+        fill_in_full_values(self._unit, result, prefix)
+        if not keep_vars:
+            for key, value in result.items():
+                if isinstance(value, Tensor) and key.startswith(prefix):
+                    result[key] = value.detach()
+        return result
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load full weights under the plain model's names, on every rank. Local.
+
+        Each rank copies its own part of every value. It works at any number of ranks.
+
+        Args:
+            state_dict: Full values, as from the plain model or from `state_dict`.
+            strict: Raise if keys are missing or unexpected.
+            assign: Take over buffers instead of copying them; parameters are copied always.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Raises:
+            RuntimeError: If `strict` and the keys differ, or if a shape differs.
+        """
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        for keys in (result.missing_keys, result.unexpected_keys):
+            keys[:] = [clean_name(key) for key in keys]
+        if strict and (result.missing_keys or result.unexpected_keys):
+            raise RuntimeError(
+                f"{self._unit.where}: the state dict does not fit the model. "
+                f"Missing keys: {result.missing_keys}. Unexpected keys: {result.unexpected_keys}. "
+                "With strict=False what fits is loaded and the rest is reported."
+            )
+        return result
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # torch calls this before it descends into the wrapped module, which then finds only
+        # its buffers and the keys of inner units.
+        take_own_values(self._unit, state_dict, prefix, missing_keys, error_msgs)
+        insert_wrapped(state_dict, prefix)
+
+    # Behaving like the module inside
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` on every module, with full parameters, and keep what it writes. Collective.
+
+        Args:
+            fn: Called on each module, as by `nn.Module.apply`; must do the same on all ranks.
+
+        Returns:
+            The model itself.
+        """
+        with self.summon_full_params():
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters under names without the wrappers in between; see `nn.Module`.
+
+        Args:
+            *args: As for `nn.Module.named_parameters`.
+            **kwargs: As for `nn.Module.named_parameters`.
+
+        Yields:
+            Pairs of name and parameter: flat parameters, or the original ones inside
+            `summon_full_params`.
+        """
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield clean_name(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield buffers under names without the wrappers in between; see `nn.Module`.
+
+        Args:
+            *args: As for `nn.Module.named_buffers`.
+            **kwargs: As for `nn.Module.named_buffers`.
+
+        Yields:
+            Pairs of name and buffer.
+        """
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_name(name), buffer
+
+    def __getattr__(self, name: str) -> Any:
+        """Find what the wrapper lacks in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module, for example a `Sequential`."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: the copy would lose the hooks that reduce its gradients."""
+        raise CopyError.at(
+            self._unit.where,
+            expected="a model that is not sharded yet",
+            found="a copy of a sharded one",
+            fix="Copy before wrapping, or build a second model and load state_dict() into it.",
+        )
+
+    def extra_repr(self) -> str:
+        """Show the unit's size and who shares it."""
+        flat = self._unit.flat_params
+        total = sum(p._layout.total_numel for p in flat)
+        shard = sum(p.numel() for p in flat)
+        return f"numel={total}, shard_numel={shard}, ranks={list(self._unit.group.ranks)}"
+
+    def _root_only(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RootOnlyError.at(
+                self._unit.where,
+                expected=f"{method}() on the outermost unit",
+                found="an inner unit",
+                fix="Call it on the model that you wrapped last.",
+            )
+
+
+def _flatten(
+    originals: list[OriginalParameter], group: RankGroup, device: torch.device | None
+) -> list[FlatParameter]:
+    """Make one flat parameter per dtype and `requires_grad`."""
+    by_kind: OrderedDict[Any, list[OriginalParameter]] = OrderedDict()
+    for original in originals:
+        by_kind.setdefault(original.kind, []).append(original)
+    return [
+        FlatParameter(same_kind, group, device or same_kind[0].parameter.device)
+        for same_kind in by_kind.values()
+    ]
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for _, part in own_modules(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+
+def _describe(units: Sequence[Unit]) -> str:
+    """Write down what all ranks must have in common, one fact in each line."""
+    lines = []
+    for unit in units:
+        lines.append(f"{unit.where} over {unit.group.size} ranks")
+        for flat_param in unit.flat_params:
+            kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
+            lines += [
+                f"{unit.where}: '{slot.name}' {slot.shape} {kind}"
+                for slot in flat_param._layout.slots
+            ]
+    return "\n".join(lines)

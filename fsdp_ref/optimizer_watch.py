@@ -1,0 +1,58 @@
+"""Notices optimizer steps: new shards make gathered weights stale, old parameters train nothing.
+
+Both checks hang on torch's own hooks around every optimizer's step. They are needed because
+fused optimizers write without touching a tensor's version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_ref.errors import OptimizerBeforeWrappingError
+from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.originals import unit_that_owns
+from fsdp_ref.states import Phase
+from fsdp_ref.unit import Unit
+
+
+@cache
+def watch_optimizers() -> None:
+    """Register the two hooks, once per process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse to step an optimizer whose parameters have become views of sharded memory."""
+    lost = [name for p in _parameters(optimizer) if (name := unit_that_owns(p)) is not None]
+    if lost:
+        raise OptimizerBeforeWrappingError.at(
+            f"{type(optimizer).__name__}.step()",
+            expected="an optimizer built from the parameters of the wrapped model",
+            found=f"{len(lost)} parameters from before wrapping, such as '{lost[0]}'",
+            fix="Wrap first, then build the optimizer from model.parameters().",
+        )
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Drop gathered weights of every unit that the optimizer may have changed."""
+    for parameter in _parameters(optimizer):
+        if isinstance(parameter, FlatParameter):
+            parameter._updates += 1
+            unit: Unit | None = parameter._unit()
+            if unit is not None and unit.phase is Phase.IDLE:
+                unit.reshard()

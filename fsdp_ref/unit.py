@@ -1,0 +1,355 @@
+"""One FSDP unit: gathers its parameters before use and reduces its gradient after.
+
+The methods appear in the order in which a training step fires them. A unit never decides
+*when* a reduction is issued or what stays in memory after a forward; `schedule.py` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather
+from fsdp_ref.errors import ShardStateError, SilentRanksError, WeightsChangedError
+from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.recording import record, watch
+from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
+
+_call_numbers = itertools.count()
+
+
+class Schedule(Protocol):
+    """What a unit asks of the schedule of its root."""
+
+    def forward_begins(self, unit: Unit) -> None: ...
+    def keeps_after_forward(self, unit: Unit) -> bool: ...
+    def backward_begins(self, unit: Unit) -> None: ...
+    def gradient_complete(self, call: Call) -> None: ...
+
+
+class Registered(Protocol):
+    """What a unit's modules register: flat parameters, or the original ones."""
+
+    def show(self) -> None: ...
+    def hide(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a unit that autograd may come back to.
+
+    Attributes:
+        unit: The unit that was called.
+        number: Counts all calls of the process; later calls come first in the backward.
+        generations: State of the shards when the forward read them.
+        done: Whether the backward has passed this call.
+    """
+
+    unit: Unit
+    number: int
+    generations: list[tuple[int, int]]
+    done: bool = False
+
+
+class Unit:
+    """The flat parameters of one wrapped module, their memory state and place in the step."""
+
+    def __init__(
+        self,
+        name: str,
+        flat_params: Sequence[FlatParameter],
+        group: RankGroup,
+        registered: Registered,
+    ) -> None:
+        """Start in SHARDED and IDLE; `schedule` is set when the root is set up."""
+        self.name = name
+        self.flat_params = list(flat_params)
+        self.group = group
+        self.registered = registered
+        self.index = 0  # position in the tree of units, equal on all ranks
+        self.state = ShardState.SHARDED
+        self.summoned = False  # inside summon_full_params
+        self.phases: list[Phase] = []  # innermost last; IDLE when empty
+        self.schedule: Schedule | None = None
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # graphs keep calls alive
+        self._gathers: list[PendingGather] = []
+        self._gathered: list[tuple[int, int]] = []
+        for flat_param in self.flat_params:
+            flat_param._unit = weakref.ref(self)
+        watch(self)
+
+    @property
+    def where(self) -> str:
+        """How messages name this unit."""
+        return f"unit '{self.name or 'root'}'"
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of unsharded parameters now in memory."""
+        return sum(flat_param.unsharded_bytes for flat_param in self.flat_params)
+
+    @property
+    def unsharded_numel(self) -> int:
+        """Elements of the unit's parameters when unsharded, padding included."""
+        return sum(flat_param._layout.padded_numel for flat_param in self.flat_params)
+
+    # State
+
+    def move(self, to: ShardState) -> None:
+        """Change the shard state; the only place that does.
+
+        Args:
+            to: The new state.
+
+        Raises:
+            ShardStateError: If the table of legal moves does not allow it.
+        """
+        if to not in LEGAL_MOVES[self.state]:
+            legal = " or ".join(sorted(state.name for state in LEGAL_MOVES[self.state]))
+            raise ShardStateError.at(
+                self.where,
+                expected=f"a move from {self.state.name} to {legal}",
+                found=f"a move to {to.name}",
+                fix="Was unshard() or reshard() called by hand during a forward or a backward?",
+            )
+        self.state = to
+
+    @property
+    def phase(self) -> Phase:
+        """The innermost phase the unit is in."""
+        return self.phases[-1] if self.phases else Phase.IDLE
+
+    def enter(self, phase: Phase) -> None:
+        """Enter a phase; a FORWARD is pushed on the stack, a backward phase replaces the last."""
+        if phase not in NEXT_PHASES[self.phase]:
+            raise ShardStateError.at(
+                self.where,
+                expected=f"phase {self.phase.name} to be followed by another",
+                found=phase.name,
+                fix="The hooks fired out of order; please report the module that does this.",
+            )
+        if phase is not Phase.FORWARD and self.phases:
+            self.phases.pop()
+        if phase is not Phase.IDLE:
+            self.phases.append(phase)
+
+    def leave_forward(self) -> None:
+        """Return from a FORWARD to the phase that was there before it."""
+        if self.phases and self.phases[-1] is Phase.FORWARD:
+            self.phases.pop()
+
+    # Memory
+
+    def unshard(self) -> None:
+        """Make the full parameters available. Collective, unless they are there already."""
+        if self.state is ShardState.UNSHARDED and self._gathered != self.generations():
+            self.reshard()  # the shards changed since: never use stale weights
+        if self.state is ShardState.SHARDED:
+            self.start_unshard()
+        if self.state is ShardState.UNSHARDING:
+            self.finish_unshard()
+
+    def start_unshard(self) -> None:
+        """Issue the all-gathers of all flat parameters together. Collective."""
+        self.move(ShardState.UNSHARDING)
+        self._gathered = self.generations()
+        for number, flat_param in enumerate(self.flat_params):
+            flat_param.prepare()
+            self._gathers.append(flat_param.start_unshard(self._tag(number, reduction=False)))
+            self._record_collective("all-gather", flat_param)
+
+    def finish_unshard(self) -> None:
+        """Wait for the all-gathers; the module sees full parameters afterwards."""
+        try:
+            for gather in self._gathers:
+                gather.wait()
+        except RuntimeError as error:
+            raise SilentRanksError.at(
+                self.where,
+                expected=f"ranks {list(self.group.ranks)} to gather this unit together",
+                found=f"no answer from some of them ({error})",
+                fix="Do all ranks run the same units in the same order? Has one of them failed?",
+            ) from error
+        self._gathers.clear()
+        self.move(ShardState.UNSHARDED)
+        record(self.name, self.phase.value, "unshard")
+
+    def reshard(self) -> None:
+        """Drop the full parameters; nothing happens when they are not in memory."""
+        if self.state is ShardState.SHARDED:
+            return
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers.clear()
+        for flat_param in self.flat_params:
+            flat_param.free()
+        self.move(ShardState.SHARDED)
+        record(self.name, self.phase.value, "reshard")
+
+    def generations(self) -> list[tuple[int, int]]:
+        """Return one value per flat parameter that changes whenever its shard does."""
+        return [flat_param.generation for flat_param in self.flat_params]
+
+    # A step
+
+    def pre_forward(self, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
+        """Gather the parameters, and mark the inputs so that backward says when it is through.
+
+        Returns:
+            The call (``None`` without gradients), and the arguments to use instead.
+        """
+        self._schedule.forward_begins(self)
+        self.enter(Phase.FORWARD)
+        self.unshard()
+        if not torch.is_grad_enabled():
+            return None, args, kwargs
+        call = Call(self, next(_call_numbers), self.generations())
+        self._calls.add(call)
+        args, kwargs = _mark_inputs(call, args, kwargs)
+        return call, args, kwargs
+
+    def post_forward(self, call: Call | None, output: Any) -> Any:
+        """Watch the outputs for their gradient, and drop the parameters if the schedule says so."""
+        self.leave_forward()
+        watched = [] if call is None else [t for t in _tensors(output) if t.requires_grad]
+        if watched and call is not None:
+            torch.autograd.graph.register_multi_grad_hook(
+                watched, lambda _: self.pre_backward(call), mode="any"
+            )
+        recomputing = self.phase is Phase.PRE_BACKWARD  # its backward follows immediately
+        if not recomputing and not (watched and self._schedule.keeps_after_forward(self)):
+            self.reshard()
+        return output
+
+    def abandon_forward(self) -> None:
+        """Undo `pre_forward` after an exception, also checkpointing's early stop."""
+        self.leave_forward()
+        if self.phase is Phase.IDLE:
+            self.reshard()
+
+    def pre_backward(self, call: Call) -> None:
+        """Gather again: autograd has just computed the gradient of one of the unit's outputs."""
+        if call.generations != self.generations():
+            raise WeightsChangedError.at(
+                self.where,
+                expected="the weights that its forward used",
+                found="weights changed since, by an optimizer step, a load or an edit",
+                fix="Call backward() before changing weights, or run the forward again.",
+            )
+        self._schedule.backward_begins(self)
+        if self.phase is not Phase.PRE_BACKWARD:
+            self.enter(Phase.PRE_BACKWARD)
+        self.unshard()
+
+    def post_backward(self, call: Call) -> None:
+        """The gradient has left through the inputs of ``call``: is the unit's gradient complete?
+
+        It is when no earlier call of the unit is still to come; the last one to be reached in
+        the backward is the first one of the forward.
+        """
+        if call is self.first_pending_call():
+            call.done = True
+            self._schedule.gradient_complete(call)
+        call.done = True
+
+    def first_pending_call(self) -> Call | None:
+        """Return the earliest forward that the backward has not passed yet."""
+        pending = [call for call in self._calls if not call.done]
+        return min(pending, key=lambda call: call.number, default=None)
+
+    def start_reduction(self) -> list[PendingReduction]:
+        """Issue the reduce-scatters of the trainable flat parameters. Collective."""
+        self.enter(Phase.POST_BACKWARD)
+        reductions = []
+        for number, flat_param in enumerate(self.flat_params):
+            if flat_param.requires_grad:
+                reductions.append(flat_param.start_reduction(self._tag(number, reduction=True)))
+                self._record_collective("reduce-scatter", flat_param)
+        return reductions
+
+    def finish_backward(self) -> None:
+        """Drop the full parameters after the gradient was taken care of."""
+        if self.phase is not Phase.POST_BACKWARD:
+            self.enter(Phase.POST_BACKWARD)
+        self.reshard()
+        self.enter(Phase.IDLE)
+
+    def reset(self) -> None:
+        """Return to SHARDED and IDLE, whatever happened, and forget unfinished gradients."""
+        self.phases.clear()
+        self.reshard()
+        for call in self._calls:
+            call.done = True
+        for flat_param in self.flat_params:
+            flat_param.discard_gradient()
+
+    @property
+    def _schedule(self) -> Schedule:
+        if self.schedule is None:
+            raise RuntimeError(f"{self.where} has no root yet; this is a bug in fsdp_ref")
+        return self.schedule
+
+    def _tag(self, number: int, *, reduction: bool) -> int:
+        # Gathers and reductions of different units never meet: each has a number of its own.
+        return (self.index * 64 + number) * 2 + int(reduction)
+
+    def _record_collective(self, operation: str, flat_param: FlatParameter) -> None:
+        record(
+            self.name,
+            self.phase.value,
+            operation,
+            bytes_on_wire=bytes_per_gather(flat_param.data, self.group),
+            group=self.group.ranks,
+            dtype=flat_param.dtype,
+        )
+
+
+class _Marker(torch.autograd.Function):
+    """The identity, placed on a unit's inputs: its backward runs when the unit is through.
+
+    Autograd runs later operations first, so everything the unit did in this call, and in every
+    later one, has been differentiated by then. Counting parameters instead would go wrong as
+    soon as two ranks use different ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.unit.post_backward(ctx.call)
+        return (None, *gradients)
+
+
+def _mark_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Pass all inputs that need a gradient through the marker, in one step."""
+    leaves, structure = tree_flatten((args, kwargs))
+    chosen = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if chosen:
+        marked = _Marker.apply(call, *(leaves[i] for i in chosen))
+        for index, tensor in zip(chosen, marked, strict=True):
+            leaves[index] = tensor
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Find the tensors in an output: in containers, and in the fields of dataclasses."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in fields(leaf):
+                found += _tensors(getattr(leaf, item.name))
+    return found
