@@ -225,7 +225,7 @@ def docs_update(session: nox.Session) -> None:
     """Rewrite the outputs that snippets promise; review the diff."""
     run(
         session,
-        *("-m", "tools.docs_test", "--update", *session.posargs),
+        *("-m", "tools.snippets", "--update", *session.posargs),
         to_fix="a snippet did not run, so its promise was left as it was. Its error is above.",
     )
 

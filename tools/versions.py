@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 from tools import site_tree, wheel
 from tools.changelog import newest_release, releases
@@ -30,6 +31,7 @@ BRANCH = "gh-pages"
 DEVELOPMENT = "dev"
 LATEST = "latest"
 CHANGED_PAGE = "changelog"
+DOWNLOAD = "shard_a_model.py"
 MARK = "This sentence stands only in the release that the check has made."
 OWN_IDENTITY = {
     f"GIT_{role}_{part}": value
@@ -166,31 +168,36 @@ def _changed_page(version: Path) -> Path:
     return version / CHANGED_PAGE / "index.html"
 
 
+def offered_wheel(tree: Path, version: str) -> Path:
+    """Return the one wheel that a version of the site offers on its home page."""
+    wanted = wheel.wheel_version(wheel.project_version(ROOT), version)
+    found = list((tree / version).rglob("*.whl"))
+    names = [path.name for path in found]
+    _expect(names, [f"fsdp_ref-{wanted}-py3-none-any.whl"], f"wheels in version {version}:")
+    home = site_tree.references(tree / version / "index.html")
+    linked = any(unquote(reference.address).endswith(names[0]) for reference in home)
+    _expect(linked, True, f"the home page of {version} links to {names[0]}:")
+    return found[0]
+
+
 def check_wheel(tree: Path, release: str, work: Path) -> str:
-    """Install the wheel a version offers into an empty folder and run a downloaded snippet on it."""
-    wheels = {name: list((tree / name).rglob("*.whl")) for name in (release, DEVELOPMENT)}
-    names = {name: [path.name for path in paths] for name, paths in wheels.items()}
-    stated = wheel.project_version(ROOT)
-    for name in names:
-        version = wheel.wheel_version(stated, name)
-        _expect(names[name], [f"fsdp_ref-{version}-py3-none-any.whl"], f"wheels offered by {name}:")
-        home = site_tree.references(tree / name / "index.html")
-        linked = any(reference.address.endswith(".whl") for reference in home)
-        _expect(linked, True, f"the home page of {name} links to its wheel:")
+    """Run a downloaded snippet on the release's wheel, installed into an empty folder."""
+    offered_wheel(tree, DEVELOPMENT)
+    offered = offered_wheel(tree, release)
     packages, empty = work / "packages", work / "empty"
     install = ["-m", "pip", "install", "--no-deps", "--no-index", "--target", str(packages)]
-    run([sys.executable, *install, str(wheels[release][0])], work)
-    snippet = next((tree / release).rglob("shard_a_model.py"), None)
+    run([sys.executable, *install, str(offered)], work)
+    snippet = next((tree / release).rglob(DOWNLOAD), None)
     if snippet is None:
-        raise VersionsError(f"version {release} offers no download named shard_a_model.py")
+        raise VersionsError(f"version {release} offers no download named {DOWNLOAD}")
     empty.mkdir()
     shutil.copy(snippet, empty)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    run([*torchrun, "2", snippet.name], empty, PYTHONPATH=str(packages))
+    run([*torchrun, "2", DOWNLOAD], empty, PYTHONPATH=str(packages))
     where = "import fsdp_ref; print(fsdp_ref.__file__)"
     imported = run([sys.executable, "-c", where], empty, PYTHONPATH=str(packages)).strip()
     _expect(Path(imported).parent, packages / "fsdp_ref", "the snippet imported fsdp_ref from")
-    return f"wheel: {names[release][0]} installs and runs the downloaded {snippet.name}"
+    return f"wheel: {offered.name} installs and runs the downloaded {DOWNLOAD}"
 
 
 def check(root: Path = ROOT) -> None:
