@@ -53,7 +53,7 @@ class FSDPWarning(UserWarning):
 
     @classmethod
     def at(cls, where: str, *, expected: str, found: str, fix: str) -> Self:
-        """Build the warning for one place; arguments as in [FSDPError.at][fsdp_ref.errors.FSDPError.at].
+        """Build the warning for one place.
 
         Args:
             where: The unit or call.

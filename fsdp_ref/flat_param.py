@@ -46,9 +46,7 @@ from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.rank_group import RankGroup
 
 
-def _take_gradient(
-    flat_param: weakref.ref[FlatParameter], index: int, leaf: torch.Tensor
-) -> None:
+def _take_gradient(flat_param: weakref.ref[FlatParameter], index: int, leaf: torch.Tensor) -> None:
     """What autograd calls when a parameter's gradient is complete."""
     owner = flat_param()
     if owner is not None:
@@ -87,6 +85,10 @@ class FlatParameter(nn.Parameter):
     _full_param_padded: Tensor | None
     _cpu_grad: Tensor | None
     _unit: weakref.ref[Any]
+    _layout: FlatLayout
+    _group: RankGroup
+    _originals: list[OriginalParameter]
+    _updates: int
 
     def __new__(
         cls, originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device
@@ -132,9 +134,10 @@ class FlatParameter(nn.Parameter):
             # `.data`: a plain view would share `full`'s version counter, and refilling `full`
             # would then look to autograd like an edit of the weights that it saved.
             leaf.data = full.data[slot.offset : slot.stop].view(slot.shape)
-            leaf._fsdp_owner = original.name  # type: ignore[attr-defined]
+            leaf._fsdp_owner = original.name  # type: ignore[attr-defined]  # a mark of ours
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(_take_gradient, myself, index))
+                hook = partial(_take_gradient, myself, index)
+                leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.free()
 
     # Memory, in the order of a step

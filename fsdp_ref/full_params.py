@@ -129,9 +129,7 @@ def write_back(units: Sequence[Unit]) -> None:
     disagreeing, changed = [], []
     for unit in units:
         for flat_param in unit.flat_params:
-            versions = gather_versions_of_my_slice(
-                flat_param._full, unit.group, tag=unit.index * 2
-            )
+            versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag=unit.index * 2)
             record(unit.name, unit.phase.value, "all-to-all",
                    bytes_on_wire=(unit.group.size - 1) * versions[0].nbytes,
                    group=unit.group.ranks, dtype=versions[0].dtype)  # fmt: skip

@@ -364,10 +364,9 @@ class FullyShardedDataParallel(nn.Module):
             Proof: tips/save_on_every_rank
         """
         self._set_up()
+        into: dict[str, Any] = {} if destination is None else {"destination": destination}
         with self._registered.shown():
-            result: dict[str, Any] = super().state_dict(
-                destination=destination, prefix=prefix, keep_vars=True
-            )
+            result: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=True, **into)
         strip_wrapped(result, prefix)
         fill_in_full_values(self._unit, result, prefix)
         if not keep_vars:

@@ -43,9 +43,7 @@ def total_norm(
     return all_reduce(local**norm_type, dist.ReduceOp.SUM, group) ** (1 / norm_type)
 
 
-def scale_gradients(
-    flat_params: Sequence[FlatParameter], norm: Tensor, max_norm: float
-) -> None:
+def scale_gradients(flat_params: Sequence[FlatParameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients so that their norm is at most ``max_norm``. Local.
 
     Args:

@@ -104,6 +104,9 @@ class RootSchedule:
 
     def recover(self) -> None:
         """Start afresh after an exception left a backward unfinished."""
+        for backward in self._backwards.values():
+            for reduction in backward.reductions:
+                reduction.pending.wait()  # other ranks issued it too; dropping it breaks them
         self._backwards.clear()
         self._order.clear()
         for unit in self.units:
@@ -131,14 +134,11 @@ class RootSchedule:
             call.unit.finish_backward()
             return
         backward = self._backwards[torch._C._current_graph_task_id()]
-        later = [
-            (pending.number, unit)
-            for unit in self.units
-            if (pending := unit.first_pending_call()) is not None
-            and pending.number > call.number
-        ]
-        for _, unit in sorted(later, key=lambda pair: -pair[0]):
-            if unit not in backward.reduced:
+        pending = [(unit.first_pending_call(), unit) for unit in self.units]
+        later = {first.number: unit for first, unit in pending if first is not None}
+        for number in sorted(later, reverse=True):
+            unit = later[number]
+            if number > call.number and unit is not call.unit and unit not in backward.reduced:
                 self._reduce(backward, unit)
         self._reduce(backward, call.unit)
 
@@ -180,15 +180,13 @@ class RootSchedule:
             # Used by no rank: `.grad` stays `None`, as in a model that is not sharded.
             reduction.flat_param.publish_gradient()
 
-    def _exchange(
-        self, backward: _Backward, still_open: set[Unit]
-    ) -> dict[FlatParameter, int]:
+    def _exchange(self, backward: _Backward, still_open: set[Unit]) -> dict[FlatParameter, int]:
         """Return for each flat parameter the most that any rank says of it. Collective."""
         flat_params = [
             flat_param for unit in self.units for flat_param in unit.flat_params
             if flat_param.requires_grad
         ]  # fmt: skip
-        said = {flat_param: 0 for flat_param in flat_params}
+        said = dict.fromkeys(flat_params, 0)
         for unit in self.units:
             for flat_param in unit.flat_params:
                 if flat_param.requires_grad and flat_param.has_gradient and unit not in still_open:

@@ -29,17 +29,27 @@ _call_numbers = itertools.count()
 class Schedule(Protocol):
     """What a unit asks of the schedule of its root."""
 
-    def forward_begins(self, unit: Unit) -> None: ...
-    def keeps_after_forward(self, unit: Unit) -> bool: ...
-    def backward_begins(self, unit: Unit) -> None: ...
-    def gradient_complete(self, call: Call) -> None: ...
+    def forward_begins(self, unit: Unit) -> None:
+        """Note that a unit's forward begins."""
+
+    def keeps_after_forward(self, unit: Unit) -> bool:
+        """Say whether a unit stays unsharded until its backward."""
+
+    def backward_begins(self, unit: Unit) -> None:
+        """Note that a unit's backward begins."""
+
+    def gradient_complete(self, call: Call) -> None:
+        """Reduce the gradient of a unit that the backward has passed."""
 
 
 class Registered(Protocol):
     """What a unit's modules register: flat parameters, or the original ones."""
 
-    def show(self) -> None: ...
-    def hide(self) -> None: ...
+    def show(self) -> None:
+        """Register the original parameters."""
+
+    def hide(self) -> None:
+        """Register the flat parameters."""
 
 
 @dataclass(eq=False)
@@ -168,8 +178,9 @@ class Unit:
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""
+        gathers, self._gathers = self._gathers, []
         try:
-            for gather in self._gathers:
+            for gather in gathers:
                 gather.wait()
         except RuntimeError as error:
             raise SilentRanksError.at(
@@ -178,7 +189,6 @@ class Unit:
                 found=f"no answer from some of them ({error})",
                 fix="Do all ranks run the same units in the same order? Has one of them failed?",
             ) from error
-        self._gathers.clear()
         self.move(ShardState.UNSHARDED)
         record(self.name, self.phase.value, "unshard")
 
@@ -336,7 +346,8 @@ def _mark_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     leaves, structure = tree_flatten((args, kwargs))
     chosen = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if chosen:
-        marked = _Marker.apply(call, *(leaves[i] for i in chosen))
+        # torch's own annotations leave `apply` untyped
+        marked = _Marker.apply(call, *(leaves[i] for i in chosen))  # type: ignore[no-untyped-call]
         for index, tensor in zip(chosen, marked, strict=True):
             leaves[index] = tensor
     args, kwargs = tree_unflatten(leaves, structure)
