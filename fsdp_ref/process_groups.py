@@ -288,7 +288,10 @@ def _of_live_group(group: ProcessGroup, where: str) -> RankGroup:
     if this_rank() not in ranks:
         raise _not_a_member(f"a group of the ranks {ranks}", where)
     return RankGroup(
-        tuple(ranks), ranks.index(this_rank()), group, asked=f"{where}, process_group=<group {group.group_name}>"
+        tuple(ranks),
+        ranks.index(this_rank()),
+        group,
+        asked=f"{where}, process_group=<group {group.group_name}>",
     )
 
 

@@ -1,0 +1,833 @@
+"""Which modules become units: by hand, by size, by class, or by a rule of your own.
+
+# Why nest units
+
+A unit gathers all of its parameters before its forward and drops them after it. One unit
+around a whole model therefore gathers the whole model at once, and saves only optimizer state
+and gradients. Give each layer a unit of its own, and only one or two layers are whole at any
+moment. The outermost unit keeps what no inner unit holds, such as embeddings and the head.
+
+Tip: Give each repeated layer a unit, and the whole model one around them
+    The peak of unsharded memory is then the outermost unit and a layer or two, in place of
+    the whole model. The price is one more all-gather per unit.
+
+    Proof: tips/nest_for_memory
+
+# enable_wrap: the same arguments everywhere
+
+[wrap][fsdp_ref.wrap] stands in the model's own code, around the layers that should be units.
+Outside of [enable_wrap][fsdp_ref.enable_wrap] it returns the layer as it is, so the same
+code builds the plain model too. Inside, it calls the wrapper class that the context names,
+with the arguments that the context names. They are written once, and no unit can be
+forgotten.
+
+# enable_wrap: a model too large to build whole
+
+Wrapping shards a layer at once: the full weights are replaced by this rank's shard before the
+next layer is built. So a model that does not fit into memory can still be built, one layer
+after the other. Wrapping the finished model cannot help there, because it comes too late.
+
+Tip: Wrap while you build if the whole model does not fit
+    Call `wrap` on each layer in the model's constructor, inside `enable_wrap`. No more than
+    the shards so far and one whole layer are ever alive.
+
+    Proof: wrapping/build_piece_by_piece
+
+# What auto_wrap does with the remainder
+
+[auto_wrap][fsdp_ref.auto_wrap] looks at the children first. With a size policy, a child with
+at least `min_num_params` parameters becomes a unit. What its own children took does not
+count any more. Whatever is too small stays with the module around it, up to the module that
+was handed in. If even that is too small, it is returned as it is, and its parameters belong
+to the *enclosing* unit.
+
+So there must be an enclosing unit. Parameters that no unit holds are neither sharded nor
+averaged: each rank trains its own version of them.
+
+Tip: Put one unit around the whole, whatever the policy leaves over
+    `auto_wrap` promises nothing about the parts that it leaves alone. The outermost unit takes
+    them, shards them and averages their gradients.
+
+    Proof: wrapping/founding_example
+
+# Policies
+
+A policy says which modules become units. It is handed to `auto_wrap`, or to the class as
+`auto_wrap_policy`.
+
+- By size: [size_based_auto_wrap_policy][fsdp_ref.size_based_auto_wrap_policy], with
+  `functools.partial` around it to set the threshold.
+- By class: [ModuleWrapPolicy][fsdp_ref.ModuleWrapPolicy], with a set of classes. This is the
+  one that most models want.
+- By a rule: any function that takes a module, or [CustomPolicy][fsdp_ref.CustomPolicy] around
+  it.
+- Everything: [always_wrap_policy][fsdp_ref.always_wrap_policy].
+
+Policies written for torch work here as well: its policy objects, and its functions of
+`(module, recurse, nonwrapped_numel)`. So do FairScale's, of
+`(module, recurse, unwrapped_params, module_is_root)`.
+
+Some modules are never units, and a policy is not asked about them. A container without a
+`forward`, such as `ModuleList`, has no moment at which it could gather; its elements are
+looked at instead. `MultiheadAttention` may become a unit, but nothing inside it does, because
+it reads the weights inside without calling the module that holds them.
+
+Tip: Look at the units before you train
+    A policy that selects nothing leaves one unit around everything. That is correct, and
+    saves little. It is warned about, and printing the model shows the units.
+
+    Proof: wrapping/policies
+
+# Arguments for one unit
+
+A policy may return a dict in place of `True`. It holds constructor arguments for that unit
+alone. All others keep the arguments of the outermost constructor or of the context. An empty
+dict means the same as `True`. A key that the constructor does not know is refused, and the
+nearest right one is named.
+
+# Excluded is not unsharded
+
+A policy only draws borders between units. A module that it leaves out belongs to the unit
+around it, and is sharded there. To keep parameters whole on every rank, give them a group of
+one rank: the policy returns `{"process_group": "self"}`. Their gradients are not averaged
+then, see [process groups][fsdp_ref.process_groups].
+
+# Tied parameters
+
+One parameter used by two modules must be held by one unit. Two units would each keep a copy,
+and train the copies apart. So a policy that would cut a tie is refused before anything is
+sharded. The message names both uses, and what the policy has to leave out so that both end up
+in one unit.
+
+# All or nothing
+
+A policy is asked about the whole tree first. Only when all of its answers have been checked
+is the first module wrapped. A refused model is still the plain model that it was. The order
+is that of the tree, children before parents, and so the same on every rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from fsdp_ref import process_groups
+from fsdp_ref.errors import (
+    AlreadyWrappedError,
+    ContainerWithoutForwardError,
+    FSDPError,
+    PolicyError,
+    PolicyMatchedNothingWarning,
+    TiedParametersError,
+    WrapContextError,
+)
+from fsdp_ref.naming import current_unit_name, unit_name_scope
+from fsdp_ref.originals import collect_originals, is_unit, refuse_parameters
+
+DEFAULT_MIN_NUM_PARAMS = int(1e8)
+FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
+EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
+
+Wrapper: TypeAlias = Callable[..., nn.Module]
+Answer: TypeAlias = bool | dict[str, Any]
+
+# By hand
+
+
+@dataclass(frozen=True)
+class _WrapContext:
+    """What `enable_wrap` was given."""
+
+    wrapper_cls: Wrapper
+    arguments: dict[str, Any]
+
+
+_context: ContextVar[_WrapContext | None] = ContextVar("fsdp_ref_wrap_context", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Wrapper, **kwargs: Any) -> Iterator[None]:
+    """Make `wrap` and `auto_wrap` inside wrap for real, all with the same arguments.
+
+    Not collective by itself. The wrapping inside is: every rank wraps the same modules in the
+    same order.
+
+    Args:
+        wrapper_cls: What to wrap with, such as `FullyShardedDataParallel`.
+        **kwargs: Arguments for each wrapper. An `auto_wrap_policy` among them is also the
+            policy of each `auto_wrap` inside that is given none.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        WrapContextError: If `wrapper_cls` cannot be called, does not take one of the
+            arguments, or if a context is open already. Contexts do not nest, because then
+            nobody could say which arguments a unit has.
+
+    Example:
+        >>> class Unit(nn.Module):
+        ...     def __init__(self, module, process_group=None):
+        ...         super().__init__()
+        ...         self.module, self.process_group = module, process_group
+        >>> def layer():
+        ...     return wrap(nn.Linear(2, 2))
+        >>> type(layer()).__name__
+        'Linear'
+        >>> with enable_wrap(wrapper_cls=Unit, process_group="self"):
+        ...     unit = layer()
+        >>> type(unit).__name__, unit.process_group
+        ('Unit', 'self')
+    """
+    if _context.get() is not None:
+        raise WrapContextError.at(
+            "enable_wrap",
+            expected="no open enable_wrap context",
+            found="one around this one",
+            fix="Close it first, or give wrap() the arguments that should differ.",
+        )
+    if not callable(wrapper_cls):
+        raise WrapContextError.at(
+            "enable_wrap",
+            expected="a wrapper_cls to call, such as FullyShardedDataParallel",
+            found=repr(wrapper_cls),
+            fix="Hand in the class itself.",
+        )
+    _refuse_unknown(kwargs, wrapper_cls, "enable_wrap", WrapContextError)
+    token = _context.set(_WrapContext(wrapper_cls, kwargs))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
+    """Wrap one module if `enable_wrap` is active; return it as it is otherwise.
+
+    Every rank wraps the same modules in the same order. Inside the context this costs what
+    the wrapper's constructor costs.
+
+    Args:
+        module: The module, changed in place by the wrapper.
+        **overrides: Arguments for this wrapper, which win over those of the context.
+
+    Returns:
+        The wrapper around `module`, or `module`.
+
+    Raises:
+        WrapContextError: If the wrapper does not take one of the arguments.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> wrap(layer) is layer
+        True
+    """
+    context = _context.get()
+    if context is None:
+        return module
+    _refuse_unknown(overrides, context.wrapper_cls, "wrap", WrapContextError)
+    return context.wrapper_cls(module, **{**context.arguments, **overrides})
+
+
+# By a policy
+
+
+def auto_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Any = None,
+    *,
+    min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
+    **overrides: Any,
+) -> nn.Module:
+    """Wrap the modules in a tree that a policy selects, if `enable_wrap` is active.
+
+    Every rank calls this for the same modules in the same order. Children are wrapped before
+    their parents, in place; `module` itself comes last, if the policy selects it too.
+
+    Args:
+        module: The tree.
+        auto_wrap_policy: Which modules become units. By default the policy of the context,
+            and otherwise the size policy with `min_num_params`.
+        min_num_params: Parameters that a module must have, without those that its children
+            took as units of their own, to become a unit.
+        **overrides: Arguments for these wrappers, which win over those of the context.
+
+    Returns:
+        The wrapper around `module`, or `module` itself: outside the context, and if the policy
+        does not select it. Then its remaining parameters belong to the enclosing unit.
+
+    Raises:
+        AlreadyWrappedError: If `module` is or contains a unit already.
+        PolicyError: If the policy returns something else than a bool or a dict of arguments
+            that the wrapper takes, or if both a policy and `min_num_params` are given.
+        TiedParametersError: If the policy would put one parameter into two units.
+        WrapContextError: If the wrapper does not take one of the arguments.
+
+    Warns:
+        PolicyMatchedNothingWarning: If a policy by class or by a rule selects no module.
+
+    Example:
+        >>> block = nn.Sequential(nn.Linear(10, 20), nn.ReLU())
+        >>> auto_wrap(block, min_num_params=100) is block
+        True
+    """
+    context = _context.get()
+    if context is None:
+        return module
+    _refuse_unknown(overrides, context.wrapper_cls, "auto_wrap", WrapContextError)
+    arguments = {**context.arguments, **overrides}
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    of_context = arguments.pop("auto_wrap_policy", None)
+    if min_num_params != DEFAULT_MIN_NUM_PARAMS:
+        if auto_wrap_policy is not None:
+            raise PolicyError.at(
+                "auto_wrap",
+                expected="a policy or min_num_params",
+                found="both",
+                fix="Give the threshold to the policy, with functools.partial.",
+            )
+        of_context = None
+    policy = auto_wrap_policy or of_context or by_size
+    units = _plan(module, policy, context.wrapper_cls, arguments)
+    if not units and not _sees_sizes(policy):
+        _warn_that_nothing_matched(module, policy)
+    return _wrap_all(module, units, context.wrapper_cls, arguments)
+
+
+def apply_policy(
+    module: nn.Module, policy: Any, wrapper_cls: Wrapper, defaults: Mapping[str, Any]
+) -> None:
+    """Wrap the modules inside `module` that a policy selects, in place, but not `module`.
+
+    `FullyShardedDataParallel` calls it for its `auto_wrap_policy`. Every rank calls it for the
+    same tree. Everything is checked before anything is wrapped.
+
+    Args:
+        module: The tree.
+        policy: Which modules become units.
+        wrapper_cls: What to wrap with.
+        defaults: Arguments for each wrapper, unless the policy returns others for it.
+
+    Raises:
+        AlreadyWrappedError: If `module` is or contains a unit already.
+        PolicyError: If the policy is none, or returns something else than a bool or a dict of
+            arguments that the wrapper takes.
+        TiedParametersError: If the policy would put one parameter into two units.
+
+    Warns:
+        PolicyMatchedNothingWarning: If the policy selects no module.
+
+    Example:
+        >>> class Unit(nn.Module):
+        ...     def __init__(self, module):
+        ...         super().__init__()
+        ...         self.module = module
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> apply_policy(model, ModuleWrapPolicy({nn.Linear}), Unit, {})
+        >>> [type(child).__name__ for child in model]
+        ['Unit', 'ReLU']
+    """
+    units = _plan(module, policy, wrapper_cls, defaults)
+    if not units:
+        _warn_that_nothing_matched(module, policy)
+    _wrap_all(module, [unit for unit in units if unit.name], wrapper_cls, defaults)
+
+
+def _warn_that_nothing_matched(module: nn.Module, policy: Any) -> None:
+    warning = PolicyMatchedNothingWarning.at(
+        _where(""),
+        expected=f"modules in {type(module).__name__} that {_describe(policy)} selects",
+        found="none",
+        fix="Everything goes into the enclosing unit. Is the class or the size right?",
+    )
+    warnings.warn(warning, stacklevel=4)
+
+
+# The plan
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A module that will become a unit.
+
+    Attributes:
+        name: Its dotted name from the module that the policy was applied to; empty for that.
+        module: The module.
+        overrides: Arguments that the policy wants for this unit.
+    """
+
+    name: str
+    module: nn.Module
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def _plan(
+    root: nn.Module, policy: Any, wrapper_cls: Wrapper, defaults: Mapping[str, Any]
+) -> list[PlannedUnit]:
+    """Ask the policy about the whole tree, and refuse what could not work. Changes nothing."""
+    _refuse_wrapped(root, wrapper_cls)
+    units = [
+        PlannedUnit(name, module, _arguments(answer, name, module, wrapper_cls))
+        for name, module, answer in _selected(root, policy, defaults)
+    ]
+    _refuse_split_ties(root, units)
+    if is_unit_class(wrapper_cls):
+        refuse_parameters(collect_originals(root), _where(""))
+        for unit in units:
+            group = {**defaults, **unit.overrides}.get("process_group")
+            process_groups.resolve(group, where=_where(unit.name))
+    return units
+
+
+def _selected(
+    root: nn.Module, policy: Any, defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield name, module and the policy's answer for each module it does not decline."""
+    candidates = list(_candidates(root))
+    if hasattr(policy, "_run_policy"):  # torch's policy objects
+        targets = policy._run_policy(root, set(), dict(defaults))
+        answers: Iterable[Any] = [targets.get(module, False) for _, module in candidates]
+    elif not callable(policy) or isinstance(policy, type):
+        raise PolicyError.at(
+            _where(""),
+            expected="a policy: a function of a module, or a policy object",
+            found=repr(policy),
+            fix="For a class or a set of classes, say ModuleWrapPolicy({...}).",
+        )
+    elif _sees_sizes(policy):
+        by_module: dict[nn.Module, Any] = {}
+        _walk(root, policy, by_module, is_root=True)
+        answers = [by_module.get(module, False) for _, module in candidates]
+    else:
+        answers = [policy(module) for _, module in candidates]
+    for (name, module), answer in zip(candidates, answers, strict=True):
+        if answer is not False:
+            yield name, module, answer
+
+
+def _candidates(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module that could be a unit once, children before parents."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for child_name, child in _children(module):
+            yield from visit(child, f"{name}.{child_name}" if name else child_name)
+        if not _has_no_forward(type(module)):
+            yield name, module
+
+    yield from visit(module, name)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children that a policy may look at, also those that have two names."""
+    if isinstance(module, tuple(FORCE_LEAF_MODULES)):
+        return []
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _has_no_forward(module_class: type[nn.Module]) -> bool:
+    return module_class.forward is nn.Module.forward or issubclass(
+        module_class, tuple(EXCLUDE_WRAP_MODULES)
+    )
+
+
+def _walk(
+    module: nn.Module, policy: Callable[..., Any], answers: dict[nn.Module, Any], is_root: bool
+) -> int:
+    """Ask a policy that sees sizes; return how many parameters the units in `module` took.
+
+    Such a policy is asked twice: whether to look inside, and then, knowing what is left, whether
+    the module becomes a unit.
+    """
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if _ask(policy, module, True, numel, is_root) is False:
+        return 0
+    taken = sum(
+        _walk(child, policy, answers, is_root=False)
+        for _, child in _children(module)
+        if child not in answers
+    )
+    if _has_no_forward(type(module)):
+        return taken
+    answers[module] = _ask(policy, module, False, numel - taken, is_root)
+    return taken if answers[module] is False else numel
+
+
+def _ask(
+    policy: Callable[..., Any], module: nn.Module, recurse: bool, numel: int, is_root: bool
+) -> Any:
+    """Call a policy with what its signature asks for, in torch's or FairScale's words."""
+    words = {
+        "recurse": recurse,
+        "nonwrapped_numel": numel,
+        "unwrapped_params": numel,
+        "module_is_root": is_root,
+    }
+    parameters = inspect.signature(policy).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        accepted = {word: words[word] for word in ("recurse", "nonwrapped_numel")}
+    else:
+        accepted = {word: value for word, value in words.items() if word in parameters}
+    return policy(module=module, **accepted)
+
+
+def _sees_sizes(policy: Any) -> bool:
+    """Return whether a policy wants to know sizes: torch's and FairScale's functions do."""
+    if hasattr(policy, "_run_policy") or isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
+        return False
+    try:
+        parameters = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        return False
+    return "recurse" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+# Refusals
+
+
+def _where(name: str) -> str:
+    """Name a module for a message, as seen from the outermost constructor that is running."""
+    names = [part for part in (current_unit_name(), name) if part]
+    return f"unit '{'.'.join(names)}'" if names else "auto_wrap_policy"
+
+
+def _describe(policy: Any) -> str:
+    if isinstance(policy, partial):
+        return _describe(policy.func)
+    return getattr(policy, "__name__", None) or repr(policy)
+
+
+def is_unit_class(wrapper_cls: Any) -> bool:
+    """Return whether a wrapper makes units of `fsdp_ref`.
+
+    Args:
+        wrapper_cls: A class, or a `functools.partial` of one.
+
+    Returns:
+        `True` for `FullyShardedDataParallel` and what derives from it.
+    """
+    return bool(getattr(getattr(wrapper_cls, "func", wrapper_cls), "_is_fsdp_unit", False))
+
+
+def _refuse_wrapped(root: nn.Module, wrapper_cls: Any) -> None:
+    wrapper = getattr(wrapper_cls, "func", wrapper_cls)
+    for name, module in root.named_modules():
+        if is_unit(module) or (isinstance(wrapper, type) and isinstance(module, wrapper)):
+            raise AlreadyWrappedError.at(
+                _where(""),
+                expected="a model without units",
+                found=f"the unit '{name}'" if name else "a unit",
+                fix="Use the wrapped model as it is, or build it again to wrap it differently.",
+            )
+
+
+def _arguments(answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper) -> dict[str, Any]:
+    """Check what a policy returned for a module that it selects."""
+    if answer is True:
+        return {}
+    if not isinstance(answer, dict):
+        raise PolicyError.at(
+            _where(name) + f" ({type(module).__name__})",
+            expected="True, False or a dict of arguments from the policy",
+            found=repr(answer),
+            fix="Does the policy return something for every module?",
+        )
+    _refuse_unknown(answer, wrapper_cls, _where(name), PolicyError, inner=True)
+    return answer
+
+
+def _refuse_unknown(
+    arguments: Mapping[str, Any],
+    wrapper_cls: Wrapper,
+    where: str,
+    error_class: type[FSDPError],
+    inner: bool = False,
+) -> None:
+    """Raise if a wrapper does not take an argument, and name the nearest one that it takes."""
+    parameters = list(inspect.signature(wrapper_cls).parameters.values())
+    known = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if inner and "auto_wrap_policy" in known:
+        known.remove("auto_wrap_policy")  # the policy that runs has looked inside already
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    for key in arguments:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise error_class.at(
+                where,
+                expected=f"arguments among {', '.join(known) or 'none'}",
+                found=repr(key),
+                fix=f"Did you mean {nearest[0]!r}?" if nearest else "The wrapper takes none.",
+            )
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One place where a parameter is used, and the planned units around it, outer first."""
+
+    name: str
+    units: tuple[str, ...]
+
+
+def _refuse_split_ties(root: nn.Module, units: list[PlannedUnit]) -> None:
+    """Raise if a parameter would belong to two units, and say what would keep it in one."""
+    names = {unit.module: unit.name for unit in units}
+    first_uses: dict[int, _Use] = {}
+    for key, use in _uses(root, "", (), names):
+        first = first_uses.setdefault(key, use)
+        if first.units[-1:] == use.units[-1:]:
+            continue
+        shared = [a for a, b in zip(first.units, use.units, strict=False) if a == b]
+        leave_out = sorted({*first.units, *use.units} - set(shared))
+        raise TiedParametersError.at(
+            _where(""),
+            expected="tied parameters in one unit",
+            found=f"'{first.name}' in {_unit(first)} and '{use.name}' in {_unit(use)}, "
+            "which are one parameter",
+            fix=f"Let the policy leave out {' and '.join(map(repr, leave_out))}, so that both "
+            f"belong to {_unit(_Use('', tuple(shared)))}.",
+        )
+
+
+def _unit(use: _Use) -> str:
+    inner = use.units[-1] if use.units else ""
+    return f"unit '{inner}'" if inner else "the enclosing unit"
+
+
+def _uses(
+    module: nn.Module, name: str, around: tuple[str, ...], names: dict[nn.Module, str]
+) -> Iterator[tuple[int, _Use]]:
+    """Yield each parameter under each of its names, with the planned units around it."""
+    if module in names:
+        around = (*around, names[module])
+    prefix = f"{name}." if name else ""
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield id(parameter), _Use(prefix + attribute, around)
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _uses(child, prefix + child_name, around, names)
+
+
+# The deed
+
+
+def _wrap_all(
+    root: nn.Module,
+    units: list[PlannedUnit],
+    wrapper_cls: Wrapper,
+    defaults: Mapping[str, Any],
+) -> nn.Module:
+    """Replace each planned module by its wrapper, wherever it hangs; return the new root."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    outer = current_unit_name()
+    for unit in units:
+        name = f"{outer}.{unit.name}" if outer else unit.name
+        with unit_name_scope(name) if name else nullcontext():
+            wrapped = wrapper_cls(unit.module, **{**defaults, **unit.overrides})
+        for parent, child_name in places.get(unit.module, []):
+            setattr(parent, child_name, wrapped)
+        if unit.module is root:
+            root = wrapped
+    return root
+
+
+# Policies
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Select modules with at least `min_num_params` parameters that no inner unit holds.
+
+    Set the arguments after `nonwrapped_numel` with `functools.partial`. Not collective.
+
+    Args:
+        module: The module asked about.
+        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
+        nonwrapped_numel: Its number of parameters, without those of units inside it.
+        min_num_params: The threshold.
+        force_leaf_modules: Classes to not look inside of; `MultiheadAttention` by default.
+        exclude_wrap_modules: Classes that never become units; `ModuleList` and `ModuleDict` by
+            default.
+
+    Returns:
+        The answer to the question that `recurse` says.
+
+    Example:
+        A linear layer of ten inputs and five outputs has 55 parameters, bias included.
+
+        >>> size_based_auto_wrap_policy(nn.Linear(10, 5), False, 55, min_num_params=50)
+        True
+        >>> size_based_auto_wrap_policy(nn.Linear(10, 5), False, 55, min_num_params=100)
+        False
+    """
+    if nonwrapped_numel < min_num_params:
+        return False
+    given, default = (
+        (force_leaf_modules, FORCE_LEAF_MODULES)
+        if recurse
+        else (exclude_wrap_modules, EXCLUDE_WRAP_MODULES)
+    )
+    return not isinstance(module, tuple(default if given is None else given))
+
+
+def default_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    module_is_root: bool,
+    min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+    skip_params_check_for_root: bool = False,
+) -> bool:
+    """Select by size, in FairScale's words.
+
+    The same as [size_based_auto_wrap_policy][fsdp_ref.size_based_auto_wrap_policy], which says
+    more. Not collective.
+
+    Args:
+        module: The module asked about.
+        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
+        unwrapped_params: Its number of parameters, without those of units inside it.
+        module_is_root: Whether it is the module that was handed to `auto_wrap`.
+        min_num_params: The threshold.
+        force_leaf_modules: Classes to not look inside of.
+        exclude_wrap_modules: Classes that never become units.
+        skip_params_check_for_root: Select the root however small it is.
+
+    Returns:
+        The answer to the question that `recurse` says.
+
+    Example:
+        >>> default_auto_wrap_policy(nn.ReLU(), False, 0, True, skip_params_check_for_root=True)
+        True
+    """
+    if module_is_root and skip_params_check_for_root:
+        min_num_params = 0
+    return size_based_auto_wrap_policy(
+        module, recurse, unwrapped_params, min_num_params, force_leaf_modules, exclude_wrap_modules
+    )
+
+
+for _policy in (size_based_auto_wrap_policy, default_auto_wrap_policy):
+    # In torch and FairScale these sets hang on the functions; existing code extends copies.
+    vars(_policy).update(
+        FORCE_LEAF_MODULES=FORCE_LEAF_MODULES, EXCLUDE_WRAP_MODULES=EXCLUDE_WRAP_MODULES
+    )
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Select every module.
+
+    Every leaf becomes a unit too, which costs many small collectives: for tests and for
+    demonstrations. Not collective itself.
+
+    Args:
+        *args: Ignored.
+        **kwargs: Ignored.
+
+    Returns:
+        `True`.
+
+    Example:
+        >>> always_wrap_policy(nn.Linear(2, 2), recurse=False, nonwrapped_numel=6)
+        True
+    """
+    return True
+
+
+class ModuleWrapPolicy:
+    """Select every module of the given classes, and of classes derived from them.
+
+    Args:
+        module_classes: The classes, for example those of encoder and decoder layers.
+
+    Raises:
+        PolicyError: If something else than module classes is given.
+        ContainerWithoutForwardError: If a class is a container without a `forward`.
+
+    Example:
+        >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.Embedding})
+        >>> policy(nn.Embedding(4, 2)), policy(nn.Linear(2, 2))
+        (True, False)
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        classes = tuple(module_classes) if isinstance(module_classes, Iterable) else ()
+        if not classes or not all(
+            isinstance(item, type) and issubclass(item, nn.Module) for item in classes
+        ):
+            raise PolicyError.at(
+                "ModuleWrapPolicy",
+                expected="a set of module classes",
+                found=repr(module_classes),
+                fix="Put the classes, not their names or instances, into a set.",
+            )
+        for item in classes:
+            if _has_no_forward(item):
+                raise ContainerWithoutForwardError.at(
+                    "ModuleWrapPolicy",
+                    expected="classes with a forward, before which parameters are gathered",
+                    found=f"the container {item.__name__}",
+                    fix="Name the class of its elements.",
+                )
+        self.module_classes = classes
+
+    def __call__(self, module: nn.Module) -> bool:
+        """Return whether `module` is of one of the classes."""
+        return isinstance(module, self.module_classes)
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(item.__name__ for item in self.module_classes))
+        return f"ModuleWrapPolicy({names})"
+
+
+class CustomPolicy:
+    """Select what a function selects. The function alone does as well; this is torch's name.
+
+    Args:
+        lambda_fn: Takes a module; returns `True`, `False`, or a dict of constructor arguments
+            for the unit that the module becomes.
+
+    Example:
+        >>> policy = CustomPolicy(
+        ...     lambda module: {"process_group": "self"} if isinstance(module, nn.Linear) else False
+        ... )
+        >>> policy(nn.Linear(2, 2)), policy(nn.ReLU())
+        ({'process_group': 'self'}, False)
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], Answer]) -> None:
+        self.lambda_fn = lambda_fn
+
+    def __call__(self, module: nn.Module) -> Answer:
+        """Return what the function returns for `module`."""
+        return self.lambda_fn(module)
+
+    def __repr__(self) -> str:
+        return f"CustomPolicy({_describe(self.lambda_fn)})"

@@ -1,0 +1,363 @@
+"""Words become ranks by arithmetic; ranks become groups once, alike on every rank."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_ref import errors, process_groups
+from fsdp_ref.rank_group import RankGroup
+from tests.provoked import provokes
+from tests.ranks import run_ranks
+
+# The arithmetic of words
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("self", [[0], [1], [2], [3]]),
+        ("set1", [[0], [1], [2], [3]]),
+        ("SELF", [[0], [1], [2], [3]]),
+        ("set2", [[0, 1], [2, 3]]),
+        ("Set4", [[0, 1, 2, 3]]),
+        ("mod1", [[0, 1, 2, 3]]),
+        ("mod2", [[0, 2], [1, 3]]),
+        ("MOD4", [[0], [1], [2], [3]]),
+        ("node", [[0, 1], [2, 3]]),
+        ("local_rank_across_nodes", [[0, 2], [1, 3]]),
+    ],
+)
+def test_words_on_four_ranks_of_two_hosts(word, expected):
+    assert process_groups.rank_lists(word, world_size=4, local_world_size=2) == expected
+
+
+@st.composite
+def worlds_with_a_divisor(draw: st.DrawFn) -> tuple[int, int]:
+    number = draw(st.integers(1, 64))
+    return number * draw(st.integers(1, 64)), number
+
+
+@given(worlds_with_a_divisor(), st.sampled_from(["set", "mod"]))
+def test_every_rank_is_in_exactly_one_group_of_equal_size(world_and_number, kind):
+    world_size, number = world_and_number
+
+    lists = process_groups.rank_lists(f"{kind}{number}", world_size)
+
+    assert sorted(rank for ranks in lists for rank in ranks) == list(range(world_size))
+    assert {len(ranks) for ranks in lists} == {number if kind == "set" else world_size // number}
+    assert len(lists) == (world_size // number if kind == "set" else number)
+    for ranks in lists:
+        if kind == "set":
+            assert ranks == list(range(ranks[0], ranks[0] + number))
+        else:
+            assert {rank % number for rank in ranks} == {ranks[0] % number}
+
+
+@pytest.mark.parametrize("word", ["set3", "set0", "mod0", "mod8", "set5"])
+def test_a_number_that_does_not_divide_the_world_is_refused(word):
+    with provokes(process_groups.rank_lists, errors.GroupWordError, match="Divisors are 1, 2, 4"):
+        process_groups.rank_lists(word, world_size=4)
+
+
+@pytest.mark.parametrize("word", ["", "set", "set-1", "set2x", "expert", "mod 2", "node2"])
+def test_an_unknown_word_is_refused_and_the_words_are_listed(word):
+    with provokes(process_groups.rank_lists, errors.GroupWordError, match="local_rank_across"):
+        process_groups.rank_lists(word, world_size=4)
+
+
+def test_node_without_a_local_world_size_says_who_would_set_it(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    with provokes(process_groups.rank_lists, errors.GroupWordError, match="torchrun"):
+        process_groups.rank_lists("node", world_size=4)
+
+
+def test_the_local_world_size_of_the_launcher_is_the_default(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+
+    assert process_groups.rank_lists("node", world_size=6) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_table_needs_no_processes():
+    assert process_groups.table("node", 4, 2) == "node on 4 ranks: 2 groups of 2\n  0 1\n  2 3"
+    assert process_groups.table("self", 1) == "self on 1 rank: 1 group of 1\n  0"
+
+
+def test_a_table_of_a_wrong_word_is_refused():
+    with provokes(process_groups.table, errors.GroupWordError):
+        process_groups.table("set3", 4)
+
+
+@given(st.lists(st.integers(0, 40), unique=True, min_size=1))
+def test_spelling_ranks_in_runs_loses_nothing(ranks):
+    assert process_groups._read(process_groups._spell(sorted(ranks))) == tuple(sorted(ranks))
+
+
+# An argument becomes ranks
+
+
+def resolved_on_each_rank() -> dict[str, tuple[tuple[int, ...], int]]:
+    rank = dist.get_rank()
+    spellings = ["self", "node", "local_rank_across_nodes", "set4", None, [rank, (rank + 2) % 4]]
+    groups = [process_groups.resolve(spelling, where="unit 'x'") for spelling in spellings]
+    assert [group.process_group is None for group in groups] == [True] * 4 + [False, True]
+    return {
+        str(spelling): (group.ranks, group.rank)
+        for spelling, group in zip([*spellings[:5], "list"], groups, strict=True)
+    }
+
+
+def test_each_rank_finds_its_own_group_and_its_place_in_it():
+    on_each_rank = run_ranks(4, resolved_on_each_rank, env={"LOCAL_WORLD_SIZE": "2"})
+
+    everyone = (0, 1, 2, 3)
+    for rank, found in enumerate(on_each_rank):
+        pair, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        assert found == {
+            "self": ((rank,), 0),
+            "node": (pair, rank % 2),
+            "local_rank_across_nodes": (across, rank // 2),
+            "set4": (everyone, rank),
+            "None": (everyone, rank),
+            "list": (across, rank // 2),
+        }
+
+
+def test_a_world_can_be_imagined_without_processes():
+    group = process_groups.resolve("mod4", where="unit 'x'", world_size=8)
+
+    assert (group.ranks, group.rank, group.process_group) == ((0, 4), 0, None)
+
+
+def test_no_process_group_at_all_is_said():
+    with provokes(process_groups.resolve, errors.GroupMembershipError, match="init_process_group"):
+        process_groups.resolve(None, where="unit 'x'")
+    with provokes(process_groups.create, errors.GroupMembershipError, match="init_process_group"):
+        process_groups.create([])
+
+
+@pytest.mark.parametrize(
+    ("spelling", "match"),
+    [
+        ([0, 0], "each at most once"),
+        ([0, 4], "ranks from 0 to 3"),
+        ([-1, 0], "ranks from 0 to 3"),
+        ([], "a list of ranks"),
+        ([[0, 1], [2, 3]], "this rank's own group only"),
+        ([0, "1"], "as whole numbers"),
+        (3, "a list of ranks"),
+        ("set3", "divides the world size 4"),
+    ],
+)
+def test_a_wrong_argument_is_refused(spelling, match):
+    with provokes(process_groups.resolve, errors.GroupWordError, match=match):
+        process_groups.resolve(spelling, where="unit 'x'", world_size=4)
+
+
+def test_a_list_without_this_rank_names_unit_rank_and_list():
+    with provokes(process_groups.resolve, errors.GroupMembershipError) as caught:
+        process_groups.resolve([1, 2], where="unit 'layers.0'", world_size=4)
+
+    assert "FSDP202 unit 'layers.0'" in caught.message
+    assert "a process group that rank 0 is in" in caught.message
+    assert "[1, 2]" in caught.message
+
+
+def live_groups() -> None:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    mine = process_groups.resolve(pairs[1 if rank == 2 else 0], where="unit 'x'")
+    assert mine.live is pairs[1 if rank == 2 else 0]
+    assert mine.ranks == ((1, 2) if rank == 2 else (0, 1))
+    if rank != 1:
+        foreign = pairs[0 if rank == 2 else 1]
+        with provokes(process_groups.resolve, errors.GroupMembershipError, match="rank \\d is in"):
+            process_groups.resolve(foreign, where="unit 'x'")
+    dist.destroy_process_group(pairs[0])
+    if rank == 0:
+        with provokes(process_groups.resolve, errors.GroupMembershipError, match="destroyed"):
+            process_groups.resolve(pairs[0], where="unit 'x'")
+
+
+def test_a_live_group_is_used_as_it_is_unless_this_rank_is_outside():
+    run_ranks(3, live_groups)
+
+
+# Ranks become live groups
+
+
+def sums_over(spellings: list) -> list[float]:
+    groups = [process_groups.resolve(spelling, where="unit") for spelling in spellings]
+    process_groups.create(groups)
+    sums = []
+    for group in groups:
+        value = torch.tensor(float(10 ** dist.get_rank()))
+        dist.all_reduce(value, group=group.live)
+        assert dist.get_process_group_ranks(group.live) == list(group.ranks)
+        assert dist.get_rank(group.live) == group.rank
+        sums.append(value.item())
+    return sums
+
+
+def test_created_groups_reduce_over_the_ranks_that_the_words_say():
+    sums = run_ranks(4, sums_over, ["mod2", None, "self", "set2", "set4"])
+
+    assert sums == [
+        [101, 1111, 1, 11, 1111],
+        [1010, 1111, 10, 11, 1111],
+        [101, 1111, 100, 1100, 1111],
+        [1010, 1111, 1000, 1100, 1111],
+    ]
+
+
+def test_a_world_of_one_rank_needs_no_new_group():
+    assert run_ranks(1, sums_over, ["self", None, [0], "mod1"]) == [[1, 1, 1, 1]]
+
+
+def which_share_a_group() -> tuple[bool, bool, bool, int]:
+    rank = dist.get_rank()
+    pair = [0, 1] if rank < 2 else [2, 3]
+    spellings = ["set2", "node", pair, "set4", "mod1"]
+    groups = [process_groups.resolve(spelling, where="unit") for spelling in spellings]
+    process_groups.create(groups[:1])
+    process_groups.create(groups)
+    again = process_groups.resolve("set2", where="unit")
+    process_groups.create([again])
+    return (
+        groups[0].live is groups[1].live is groups[2].live is again.live,
+        groups[3].live is groups[4].live is dist.group.WORLD,
+        groups[0].live is groups[3].live,
+        dist.distributed_c10d._world.group_count,
+    )
+
+
+def test_equal_sets_share_one_group_however_spelt_and_all_ranks_are_the_default_group():
+    outcomes = run_ranks(4, which_share_a_group, env={"LOCAL_WORLD_SIZE": "2"})
+
+    assert outcomes == [(True, True, False, 3)] * 4  # the default group and two pairs
+
+
+def create_with_unequal_numbers_of_new_sets() -> float:
+    """Rank 0 lives alone, so it asks for other sets than the others do."""
+    rank = dist.get_rank()
+    group = process_groups.resolve([0] if rank == 0 else [1, 2], where="unit")
+    process_groups.create([group])
+    value = torch.tensor(1.0)
+    dist.all_reduce(value, group=dist.new_group())  # breaks if a rank made one group too many
+    return value.item()
+
+
+def test_all_ranks_make_all_groups_so_that_the_next_group_works():
+    assert run_ranks(3, create_with_unequal_numbers_of_new_sets) == [3, 3, 3]
+
+
+def created_twice(folder: str) -> bool:
+    rank = dist.get_rank()
+    first = process_groups.resolve("self", where="unit")
+    process_groups.create([first])
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/second", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    second = process_groups.resolve("self", where="unit")
+    process_groups.create([second])
+    dist.all_reduce(torch.ones(1), group=second.live)
+    return first.process_group is second.process_group
+
+
+def test_destroying_the_default_group_drops_its_cache(tmp_path):
+    assert run_ranks(2, created_twice, str(tmp_path)) == [False, False]
+
+
+def message_of(spellings_per_rank: list[list]) -> str:
+    spellings = spellings_per_rank[dist.get_rank()]
+    groups = [
+        process_groups.resolve(spelling, where=f"unit 'layers.{index}'")
+        for index, spelling in enumerate(spellings)
+    ]
+    with provokes(process_groups.create, errors.RankDisagreementError) as caught:
+        process_groups.create(groups)
+    assert all(group.process_group is None for group in groups)
+    return caught.message.split("] ", 1)[1]
+
+
+def test_different_words_on_different_ranks_are_an_error_on_every_rank():
+    messages = run_ranks(
+        4, message_of, [["self", "set2"], ["self", "mod2"], *[["self", "set2"]] * 2]
+    )
+
+    assert set(messages) == {
+        "FSDP203 process groups: unit number 1: expected all of ranks 0-1 to ask for this group, "
+        "found rank 0 asking for ranks 0-1 (unit 'layers.1', process_group='set2'); "
+        "rank 1 asking for ranks 1,3 (unit 'layers.1', process_group='mod2'). "
+        "Give the same word on every rank, or lists that do not overlap."
+    }
+
+
+def test_the_same_groups_in_another_order_are_an_error():
+    messages = run_ranks(2, message_of, [["self", "set2"], ["set2", "self"]])
+
+    assert all("unit number 0" in message for message in messages)
+
+
+def test_another_number_of_units_is_an_error_on_every_rank():
+    messages = run_ranks(3, message_of, [["self"], ["self"], ["self", "self"]])
+
+    assert all("rank 2 with `2 units`" in message for message in messages)
+
+
+def two_groups_of_equal_ranks() -> str:
+    made = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    group = process_groups.resolve(made[dist.get_rank()], where="unit 'x'")
+    with provokes(process_groups.create, errors.RankDisagreementError) as caught:
+        process_groups.create([group])
+    return caught.message
+
+
+def test_two_different_live_groups_with_equal_ranks_are_told_apart():
+    messages = run_ranks(2, two_groups_of_equal_ranks)
+
+    assert all("process_group=<group" in message for message in messages)
+
+
+def create_without_rank_one() -> tuple[str, float]:
+    if dist.get_rank() == 1:
+        return "", 0.0
+    group = process_groups.resolve("self", where="unit 'x'")
+    start = time.monotonic()
+    with provokes(process_groups.create, errors.SilentRanksError) as caught:
+        process_groups.create([group], timeout=timedelta(seconds=1))
+    return caught.message, time.monotonic() - start
+
+
+def test_a_rank_that_does_not_take_part_is_named():
+    message, seconds = run_ranks(2, create_without_rank_one)[0]
+
+    assert "found rank 1 silent" in message
+    assert seconds < 10
+
+
+# The dataclass below
+
+
+def test_a_group_that_was_not_created_says_so():
+    with provokes(RankGroup.live, errors.ShardStateError, match="not created yet"):
+        _ = RankGroup((0, 1), 0).live
+
+
+def limit_of_a_created_group() -> list[float]:
+    group = process_groups.resolve("self", where="unit")
+    process_groups.create([group])
+    backend = group.live._get_backend(torch.device("cpu"))
+    world = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return [backend.options._timeout.total_seconds(), world.options._timeout.total_seconds()]
+
+
+def test_created_groups_inherit_the_time_limit_of_the_default_group():
+    for limit, inherited_from in run_ranks(2, limit_of_a_created_group):
+        assert limit == inherited_from
