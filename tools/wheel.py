@@ -1,14 +1,12 @@
 """Builds the wheel of `fsdp_ref` that a version of the site offers for download.
 
-    python -m tools.wheel
-
 The pages of a version were tested with exactly this code, so a reader who installs it gets what
-the pages show. The wheel and a line of Markdown that offers it are written to
-`site/generated/wheel/`, and only when they changed.
+the pages show.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -18,12 +16,10 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tools.paths import ROOT, shown
-
 SITE_VERSION = "FSDP_REF_SITE_VERSION"
 """Environment variable that names the version of the site being built; `dev` where it is unset."""
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+METADATA = ("pyproject.toml", "README.md", "LICENSE")
 FIXED_TIME = "1767225600"  # the same sources give the same bytes, whenever they are built
 
 OFFER = """\
@@ -52,20 +48,24 @@ def wheel_version(stated: str, site_version: str) -> str:
     return f"{stated}+{label}"
 
 
-def build(root: Path, folder: Path, version: str) -> Path:
+def packed_files(root: Path) -> list[Path]:
+    """Return the files that decide what is in the wheel, in a fixed order."""
+    package = [path for path in (root / "fsdp_ref").rglob("*") if path.suffix in {".py", ".typed"}]
+    return sorted([*package, *(root / name for name in METADATA)])
+
+
+def build(root: Path, version: str, folder: Path) -> Path:
     """Build the wheel of `root` under this version into `folder` and return its path."""
     with tempfile.TemporaryDirectory() as temporary:
         # From a copy: setuptools leaves a build/lib behind, and would pack deleted modules from it.
-        copy = Path(temporary) / "source"
-        shutil.copytree(
-            root / "fsdp_ref", copy / "fsdp_ref", ignore=shutil.ignore_patterns("__pycache__")
-        )
-        for name in SOURCES:
-            shutil.copy(root / name, copy / name)
+        copy, made = Path(temporary) / "source", Path(temporary) / "made"
+        for path in packed_files(root):
+            target = copy / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
         metadata = copy / "pyproject.toml"
         stated = f'version = "{project_version(root)}"'
         metadata.write_text(metadata.read_text().replace(stated, f'version = "{version}"', 1))
-        made = Path(temporary) / "made"
         options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(made))
         done = subprocess.run(
             [sys.executable, "-m", "pip", "wheel", *options, str(copy)],
@@ -78,32 +78,27 @@ def build(root: Path, folder: Path, version: str) -> Path:
             raise RuntimeError(f"the wheel could not be built:\n{done.stdout}{done.stderr}")
         (wheel,) = made.glob("*.whl")
         folder.mkdir(parents=True, exist_ok=True)
-        return _replace_if_different(folder / wheel.name, wheel.read_bytes())
+        return Path(shutil.copy(wheel, folder / wheel.name))
 
 
-def _replace_if_different(path: Path, content: bytes) -> Path:
-    if not path.is_file() or path.read_bytes() != content:
-        path.write_bytes(content)
-    return path
+def cached(root: Path, version: str) -> Path:
+    """Return the wheel from `build/cache`, where it is kept under a hash of all that is in it."""
+    digest = hashlib.sha256(version.encode())
+    for path in packed_files(root):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    folder = root / "build" / "cache" / "wheel" / digest.hexdigest()[:16]
+    found = list(folder.glob("*.whl"))
+    return found[0] if found else build(root, version, folder)
 
 
-def offer(root: Path) -> Path:
-    """Put the wheel and the lines that offer it where the site's pages find them.
+def offer(root: Path) -> dict[str, bytes]:
+    """Return what the site needs to offer the wheel, by path below `site/generated`.
 
     Returns:
-        The wheel, in `site/generated/wheel/`. The lines are in `site/generated/wheel.md`, to be
-        included on a page that lies directly in `site/`, since their link is relative.
+        The wheel, and `wheel.md`: lines to include on a page that lies directly in `site/`, since
+        their link is relative.
     """
-    folder = root / "site" / "generated" / "wheel"
     version = wheel_version(project_version(root), os.environ.get(SITE_VERSION, "dev"))
-    wheel = build(root, folder, version)
-    for other in folder.iterdir():
-        if other != wheel:
-            other.unlink()
+    wheel = cached(root, version)
     text = OFFER.format(name=wheel.name)
-    _replace_if_different(folder.parent / "wheel.md", text.encode())
-    return wheel
-
-
-if __name__ == "__main__":
-    print(f"wrote {shown(offer(ROOT), ROOT)}")
+    return {f"wheel/{wheel.name}": wheel.read_bytes(), "wheel.md": text.encode()}
