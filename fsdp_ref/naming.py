@@ -40,3 +40,21 @@ def unit_name_scope(path: str) -> Iterator[None]:
 def current_unit_name() -> str | None:
     """Return the name of the unit under construction, or `None` where nobody said one."""
     return _unit_name.get()
+
+
+def where_is(name: str) -> str:
+    """Name a module for a message, as seen from the outermost constructor that is running.
+
+    Args:
+        name: Its dotted name from the module that is being wrapped; empty for that module.
+
+    Returns:
+        The unit's full name, or the argument that is being followed where it has none.
+
+    Example:
+        >>> with unit_name_scope("encoder"):
+        ...     where_is("layers.0")
+        "unit 'encoder.layers.0'"
+    """
+    names = [part for part in (current_unit_name(), name) if part]
+    return f"unit '{'.'.join(names)}'" if names else "auto_wrap_policy"

@@ -111,7 +111,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -123,22 +123,41 @@ from torch import nn
 from fsdp_ref import process_groups
 from fsdp_ref.errors import (
     AlreadyWrappedError,
-    ContainerWithoutForwardError,
     FSDPError,
     PolicyError,
     PolicyMatchedNothingWarning,
     TiedParametersError,
     WrapContextError,
 )
-from fsdp_ref.naming import current_unit_name, unit_name_scope
+from fsdp_ref.naming import current_unit_name, unit_name_scope, where_is
 from fsdp_ref.originals import collect_originals, is_unit, refuse_parameters
+from fsdp_ref.policies import (
+    DEFAULT_MIN_NUM_PARAMS,
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    answers_of,
+    default_auto_wrap_policy,
+    describe_policy,
+    sees_sizes,
+    size_based_auto_wrap_policy,
+)
 
-DEFAULT_MIN_NUM_PARAMS = int(1e8)
-FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
-EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "PlannedUnit",
+    "always_wrap_policy",
+    "apply_policy",
+    "auto_wrap",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "is_unit_class",
+    "size_based_auto_wrap_policy",
+    "wrap",
+]
 
 Wrapper: TypeAlias = Callable[..., nn.Module]
-Answer: TypeAlias = bool | dict[str, Any]
 
 # By hand
 
@@ -298,7 +317,7 @@ def auto_wrap(
         of_context = None
     policy = auto_wrap_policy or of_context or by_size
     units = _plan(module, policy, context.wrapper_cls, arguments)
-    if not units and not _sees_sizes(policy):
+    if not units and not sees_sizes(policy):
         _warn_that_nothing_matched(module, policy)
     return _wrap_all(module, units, context.wrapper_cls, arguments)
 
@@ -344,8 +363,8 @@ def apply_policy(
 
 def _warn_that_nothing_matched(module: nn.Module, policy: Any) -> None:
     warning = PolicyMatchedNothingWarning.at(
-        _where(""),
-        expected=f"modules in {type(module).__name__} that {_describe(policy)} selects",
+        where_is(""),
+        expected=f"modules in {type(module).__name__} that {describe_policy(policy)} selects",
         found="none",
         fix="Everything goes into the enclosing unit. Is the class or the size right?",
     )
@@ -377,138 +396,18 @@ def _plan(
     _refuse_wrapped(root, wrapper_cls)
     units = [
         PlannedUnit(name, module, _arguments(answer, name, module, wrapper_cls))
-        for name, module, answer in _selected(root, policy, defaults)
+        for name, module, answer in answers_of(root, policy, defaults)
     ]
     _refuse_split_ties(root, units)
     if is_unit_class(wrapper_cls):
-        refuse_parameters(collect_originals(root), _where(""))
+        refuse_parameters(collect_originals(root), where_is(""))
         for unit in units:
             group = {**defaults, **unit.overrides}.get("process_group")
-            process_groups.resolve(group, where=_where(unit.name))
+            process_groups.resolve(group, where=where_is(unit.name))
     return units
 
 
-def _selected(
-    root: nn.Module, policy: Any, defaults: Mapping[str, Any]
-) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield name, module and the policy's answer for each module it does not decline."""
-    candidates = list(_candidates(root))
-    if hasattr(policy, "_run_policy"):  # torch's policy objects
-        targets = policy._run_policy(root, set(), dict(defaults))
-        answers: Iterable[Any] = [targets.get(module, False) for _, module in candidates]
-    elif not callable(policy) or isinstance(policy, type):
-        raise PolicyError.at(
-            _where(""),
-            expected="a policy: a function of a module, or a policy object",
-            found=repr(policy),
-            fix="For a class or a set of classes, say ModuleWrapPolicy({...}).",
-        )
-    elif _sees_sizes(policy):
-        by_module: dict[nn.Module, Any] = {}
-        _walk(root, policy, by_module, is_root=True)
-        answers = [by_module.get(module, False) for _, module in candidates]
-    else:
-        answers = [policy(module) for _, module in candidates]
-    for (name, module), answer in zip(candidates, answers, strict=True):
-        if answer is not False:
-            yield name, module, answer
-
-
-def _candidates(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module that could be a unit once, children before parents."""
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
-            return
-        seen.add(module)
-        for child_name, child in _children(module):
-            yield from visit(child, f"{name}.{child_name}" if name else child_name)
-        if not _has_no_forward(type(module)):
-            yield name, module
-
-    yield from visit(module, name)
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children that a policy may look at, also those that have two names."""
-    if isinstance(module, tuple(FORCE_LEAF_MODULES)):
-        return []
-    return [(name, child) for name, child in module._modules.items() if child is not None]
-
-
-def _has_no_forward(module_class: type[nn.Module]) -> bool:
-    return module_class.forward is nn.Module.forward or issubclass(
-        module_class, tuple(EXCLUDE_WRAP_MODULES)
-    )
-
-
-def _walk(
-    module: nn.Module, policy: Callable[..., Any], answers: dict[nn.Module, Any], is_root: bool
-) -> int:
-    """Ask a policy that sees sizes; return how many parameters the units in `module` took.
-
-    Such a policy is asked twice: whether to look inside, and then, knowing what is left, whether
-    the module becomes a unit.
-    """
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if _ask(policy, module, True, numel, is_root) is False:
-        return 0
-    taken = sum(
-        _walk(child, policy, answers, is_root=False)
-        for _, child in _children(module)
-        if child not in answers
-    )
-    if _has_no_forward(type(module)):
-        return taken
-    answers[module] = _ask(policy, module, False, numel - taken, is_root)
-    return taken if answers[module] is False else numel
-
-
-def _ask(
-    policy: Callable[..., Any], module: nn.Module, recurse: bool, numel: int, is_root: bool
-) -> Any:
-    """Call a policy with what its signature asks for, in torch's or FairScale's words."""
-    words = {
-        "recurse": recurse,
-        "nonwrapped_numel": numel,
-        "unwrapped_params": numel,
-        "module_is_root": is_root,
-    }
-    parameters = inspect.signature(policy).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        accepted = {word: words[word] for word in ("recurse", "nonwrapped_numel")}
-    else:
-        accepted = {word: value for word, value in words.items() if word in parameters}
-    return policy(module=module, **accepted)
-
-
-def _sees_sizes(policy: Any) -> bool:
-    """Return whether a policy wants to know sizes: torch's and FairScale's functions do."""
-    if hasattr(policy, "_run_policy") or isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
-        return False
-    try:
-        parameters = inspect.signature(policy).parameters
-    except (TypeError, ValueError):
-        return False
-    return "recurse" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-
-
 # Refusals
-
-
-def _where(name: str) -> str:
-    """Name a module for a message, as seen from the outermost constructor that is running."""
-    names = [part for part in (current_unit_name(), name) if part]
-    return f"unit '{'.'.join(names)}'" if names else "auto_wrap_policy"
-
-
-def _describe(policy: Any) -> str:
-    if isinstance(policy, partial):
-        return _describe(policy.func)
-    return getattr(policy, "__name__", None) or repr(policy)
 
 
 def is_unit_class(wrapper_cls: Any) -> bool:
@@ -528,7 +427,7 @@ def _refuse_wrapped(root: nn.Module, wrapper_cls: Any) -> None:
     for name, module in root.named_modules():
         if is_unit(module) or (isinstance(wrapper, type) and isinstance(module, wrapper)):
             raise AlreadyWrappedError.at(
-                _where(""),
+                where_is(""),
                 expected="a model without units",
                 found=f"the unit '{name}'" if name else "a unit",
                 fix="Use the wrapped model as it is, or build it again to wrap it differently.",
@@ -541,12 +440,12 @@ def _arguments(answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper) 
         return {}
     if not isinstance(answer, dict):
         raise PolicyError.at(
-            _where(name) + f" ({type(module).__name__})",
+            where_is(name) + f" ({type(module).__name__})",
             expected="True, False or a dict of arguments from the policy",
             found=repr(answer),
             fix="Does the policy return something for every module?",
         )
-    _refuse_unknown(answer, wrapper_cls, _where(name), PolicyError, inner=True)
+    _refuse_unknown(answer, wrapper_cls, where_is(name), PolicyError, inner=True)
     return answer
 
 
@@ -594,7 +493,7 @@ def _refuse_split_ties(root: nn.Module, units: list[PlannedUnit]) -> None:
         shared = [a for a, b in zip(first.units, use.units, strict=False) if a == b]
         leave_out = sorted({*first.units, *use.units} - set(shared))
         raise TiedParametersError.at(
-            _where(""),
+            where_is(""),
             expected="tied parameters in one unit",
             found=f"'{first.name}' in {_unit(first)} and '{use.name}' in {_unit(use)}, "
             "which are one parameter",
@@ -648,186 +547,3 @@ def _wrap_all(
         if unit.module is root:
             root = wrapped
     return root
-
-
-# Policies
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
-    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
-) -> bool:
-    """Select modules with at least `min_num_params` parameters that no inner unit holds.
-
-    Set the arguments after `nonwrapped_numel` with `functools.partial`. Not collective.
-
-    Args:
-        module: The module asked about.
-        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
-        nonwrapped_numel: Its number of parameters, without those of units inside it.
-        min_num_params: The threshold.
-        force_leaf_modules: Classes to not look inside of; `MultiheadAttention` by default.
-        exclude_wrap_modules: Classes that never become units; `ModuleList` and `ModuleDict` by
-            default.
-
-    Returns:
-        The answer to the question that `recurse` says.
-
-    Example:
-        A linear layer of ten inputs and five outputs has 55 parameters, bias included.
-
-        >>> size_based_auto_wrap_policy(nn.Linear(10, 5), False, 55, min_num_params=50)
-        True
-        >>> size_based_auto_wrap_policy(nn.Linear(10, 5), False, 55, min_num_params=100)
-        False
-    """
-    if nonwrapped_numel < min_num_params:
-        return False
-    given, default = (
-        (force_leaf_modules, FORCE_LEAF_MODULES)
-        if recurse
-        else (exclude_wrap_modules, EXCLUDE_WRAP_MODULES)
-    )
-    return not isinstance(module, tuple(default if given is None else given))
-
-
-def default_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    unwrapped_params: int,
-    module_is_root: bool,
-    min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
-    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
-    skip_params_check_for_root: bool = False,
-) -> bool:
-    """Select by size, in FairScale's words.
-
-    The same as [size_based_auto_wrap_policy][fsdp_ref.size_based_auto_wrap_policy], which says
-    more. Not collective.
-
-    Args:
-        module: The module asked about.
-        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
-        unwrapped_params: Its number of parameters, without those of units inside it.
-        module_is_root: Whether it is the module that was handed to `auto_wrap`.
-        min_num_params: The threshold.
-        force_leaf_modules: Classes to not look inside of.
-        exclude_wrap_modules: Classes that never become units.
-        skip_params_check_for_root: Select the root however small it is.
-
-    Returns:
-        The answer to the question that `recurse` says.
-
-    Example:
-        >>> default_auto_wrap_policy(nn.ReLU(), False, 0, True, skip_params_check_for_root=True)
-        True
-    """
-    if module_is_root and skip_params_check_for_root:
-        min_num_params = 0
-    return size_based_auto_wrap_policy(
-        module, recurse, unwrapped_params, min_num_params, force_leaf_modules, exclude_wrap_modules
-    )
-
-
-for _policy in (size_based_auto_wrap_policy, default_auto_wrap_policy):
-    # In torch and FairScale these sets hang on the functions; existing code extends copies.
-    vars(_policy).update(
-        FORCE_LEAF_MODULES=FORCE_LEAF_MODULES, EXCLUDE_WRAP_MODULES=EXCLUDE_WRAP_MODULES
-    )
-
-
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Select every module.
-
-    Every leaf becomes a unit too, which costs many small collectives: for tests and for
-    demonstrations. Not collective itself.
-
-    Args:
-        *args: Ignored.
-        **kwargs: Ignored.
-
-    Returns:
-        `True`.
-
-    Example:
-        >>> always_wrap_policy(nn.Linear(2, 2), recurse=False, nonwrapped_numel=6)
-        True
-    """
-    return True
-
-
-class ModuleWrapPolicy:
-    """Select every module of the given classes, and of classes derived from them.
-
-    Args:
-        module_classes: The classes, for example those of encoder and decoder layers.
-
-    Raises:
-        PolicyError: If something else than module classes is given.
-        ContainerWithoutForwardError: If a class is a container without a `forward`.
-
-    Example:
-        >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.Embedding})
-        >>> policy(nn.Embedding(4, 2)), policy(nn.Linear(2, 2))
-        (True, False)
-    """
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        classes = tuple(module_classes) if isinstance(module_classes, Iterable) else ()
-        if not classes or not all(
-            isinstance(item, type) and issubclass(item, nn.Module) for item in classes
-        ):
-            raise PolicyError.at(
-                "ModuleWrapPolicy",
-                expected="a set of module classes",
-                found=repr(module_classes),
-                fix="Put the classes, not their names or instances, into a set.",
-            )
-        for item in classes:
-            if _has_no_forward(item):
-                raise ContainerWithoutForwardError.at(
-                    "ModuleWrapPolicy",
-                    expected="classes with a forward, before which parameters are gathered",
-                    found=f"the container {item.__name__}",
-                    fix="Name the class of its elements.",
-                )
-        self.module_classes = classes
-
-    def __call__(self, module: nn.Module) -> bool:
-        """Return whether `module` is of one of the classes."""
-        return isinstance(module, self.module_classes)
-
-    def __repr__(self) -> str:
-        names = ", ".join(sorted(item.__name__ for item in self.module_classes))
-        return f"ModuleWrapPolicy({names})"
-
-
-class CustomPolicy:
-    """Select what a function selects. The function alone does as well; this is torch's name.
-
-    Args:
-        lambda_fn: Takes a module; returns `True`, `False`, or a dict of constructor arguments
-            for the unit that the module becomes.
-
-    Example:
-        >>> policy = CustomPolicy(
-        ...     lambda module: {"process_group": "self"} if isinstance(module, nn.Linear) else False
-        ... )
-        >>> policy(nn.Linear(2, 2)), policy(nn.ReLU())
-        ({'process_group': 'self'}, False)
-    """
-
-    def __init__(self, lambda_fn: Callable[[nn.Module], Answer]) -> None:
-        self.lambda_fn = lambda_fn
-
-    def __call__(self, module: nn.Module) -> Answer:
-        """Return what the function returns for `module`."""
-        return self.lambda_fn(module)
-
-    def __repr__(self) -> str:
-        return f"CustomPolicy({_describe(self.lambda_fn)})"
