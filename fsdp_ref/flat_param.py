@@ -110,7 +110,8 @@ class FlatParameter(nn.Parameter):
         self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
         self._reset_step_state()
         self._updates = 0
-        self._point_originals_at(shard.new_empty(layout.padded_numel))
+        self._own_originals()
+        self.point_originals_at_full()
         return self
 
     def __init__(
@@ -123,21 +124,27 @@ class FlatParameter(nn.Parameter):
         self._unsharded_grad: Tensor | None = None
         self._filled: set[int] = set()  # slots that already hold a gradient
 
-    def _point_originals_at(self, full: Tensor) -> None:
-        """Make every original parameter a view of ``full``, then empty its storage."""
-        self._full = full
+    def _own_originals(self) -> None:
+        """Mark the original parameters as taken, and ask autograd for their gradients."""
         myself = weakref.ref(self)  # the hooks must not keep the flat parameter alive
-        for index, (slot, original) in enumerate(
-            zip(self._layout.slots, self._originals, strict=True)
-        ):
+        for index, original in enumerate(self._originals):
             leaf = original.parameter
-            # `.data`: a plain view would share `full`'s version counter, and refilling `full`
-            # would then look to autograd like an edit of the weights that it saved.
-            leaf.data = full.data[slot.offset : slot.stop].view(slot.shape)
             leaf._fsdp_owner = original.name  # type: ignore[attr-defined]  # a mark of ours
             if leaf.requires_grad:
                 hook = partial(_take_gradient, myself, index)
                 leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def point_originals_at_full(self) -> None:
+        """Make the original parameters views of a new full tensor like the shard, still empty.
+
+        Called at construction, and again when the shard has changed its dtype or device.
+        """
+        self._full = self.data.new_empty(self._layout.padded_numel)
+        for slot, original in zip(self._layout.slots, self._originals, strict=True):
+            # `.data`: a plain view would share the version counter, and refilling the full
+            # tensor would then look to autograd like an edit of the weights that it saved.
+            view = self._full.data[slot.offset : slot.stop].view(slot.shape)
+            original.parameter.data = view
         self.free()
 
     # Memory, in the order of a step

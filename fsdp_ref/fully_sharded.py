@@ -433,6 +433,15 @@ class FullyShardedDataParallel(nn.Module):
         with self.summon_full_params():
             return super().apply(fn)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What `to`, `half`, `cuda` and their like call, with a function of one tensor. The
+        # shards follow it as parameters do; the full tensors are then made anew to match.
+        self.reshard()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for flat_param in self._unit.flat_params:
+            flat_param.point_originals_at_full()
+        return self
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under names without the wrappers in between; see `nn.Module`.
 
@@ -480,6 +489,15 @@ class FullyShardedDataParallel(nn.Module):
             expected="a model that is not sharded yet",
             found="a copy of a sharded one",
             fix="Copy before wrapping, or build a second model and load state_dict() into it.",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: process groups and hooks cannot be pickled."""
+        raise CopyError.at(
+            self._unit.where,
+            expected="something that can be pickled",
+            found="a sharded model, which is bound to its ranks",
+            fix="Save state_dict() instead, and load it into a model built anew.",
         )
 
     def extra_repr(self) -> str:

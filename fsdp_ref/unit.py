@@ -60,13 +60,23 @@ class Call:
         unit: The unit that was called.
         number: Counts all calls of the process; later calls come first in the backward.
         generations: State of the shards when the forward read them.
+        marked_inputs: How many inputs need a gradient.
+        awaited_inputs: How many of them the running backward has not reached yet.
         done: Whether the backward has passed this call.
     """
 
     unit: Unit
     number: int
     generations: list[tuple[int, int]]
+    marked_inputs: int = 0
+    awaited_inputs: int = 0
     done: bool = False
+
+    def passed_an_input(self) -> None:
+        """Autograd has computed the gradient of one marked input."""
+        self.awaited_inputs -= 1
+        if self.awaited_inputs == 0:
+            self.unit.post_backward(self)
 
 
 class Unit:
@@ -254,6 +264,7 @@ class Unit:
                 found="weights changed since, by an optimizer step, a load or an edit",
                 fix="Call backward() before changing weights, or run the forward again.",
             )
+        call.awaited_inputs, call.done = call.marked_inputs, False  # again, if the graph is kept
         self._schedule.backward_begins(self)
         if self.phase is not Phase.PRE_BACKWARD:
             self.enter(Phase.PRE_BACKWARD)
@@ -322,34 +333,21 @@ class Unit:
         )
 
 
-class _Marker(torch.autograd.Function):
-    """The identity, placed on a unit's inputs: its backward runs when the unit is through.
+def _mark_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Alias all inputs that need a gradient; the aliases' backward says that the unit is through.
 
     Autograd runs later operations first, so everything the unit did in this call, and in every
     later one, has been differentiated by then. Counting parameters instead would go wrong as
-    soon as two ranks use different ones.
+    soon as two ranks use different ones. An alias that never gets a gradient, or that the
+    module overwrites in place, does no harm: the unit is then reduced with the one before it.
     """
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call.unit.post_backward(ctx.call)
-        return (None, *gradients)
-
-
-def _mark_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Pass all inputs that need a gradient through the marker, in one step."""
     leaves, structure = tree_flatten((args, kwargs))
-    chosen = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if chosen:
-        # torch's own annotations leave `apply` untyped
-        marked = _Marker.apply(call, *(leaves[i] for i in chosen))  # type: ignore[no-untyped-call]
-        for index, tensor in zip(chosen, marked, strict=True):
-            leaves[index] = tensor
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[index] = alias = leaf.view_as(leaf)
+            assert alias.grad_fn is not None  # for the type checker: it requires a gradient
+            alias.grad_fn.register_hook(lambda *_: call.passed_an_input())
+            call.marked_inputs += 1
     args, kwargs = tree_unflatten(leaves, structure)
     return args, kwargs
 
