@@ -41,7 +41,8 @@ def size_based_auto_wrap_policy(
         recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
         nonwrapped_numel: Its number of parameters, without those of units inside it.
         min_num_params: The threshold.
-        force_leaf_modules: Classes to not look inside of; `MultiheadAttention` by default.
+        force_leaf_modules: Classes to not look inside of, and to leave to the module around
+            them; `MultiheadAttention` by default.
         exclude_wrap_modules: Classes that never become units; `ModuleList` and `ModuleDict` by
             default.
 

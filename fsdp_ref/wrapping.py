@@ -69,8 +69,8 @@ Policies written for torch work here as well: its policy objects, and its functi
 
 Some modules are never units, and a policy is not asked about them. A container without a
 `forward`, such as `ModuleList`, has no moment at which it could gather; its elements are
-looked at instead. `MultiheadAttention` may become a unit, but nothing inside it does, because
-it reads the weights inside without calling the module that holds them.
+looked at instead. `MultiheadAttention` may become a unit by class or by a rule, but nothing
+inside it does, because it reads the weights inside without calling the module that holds them.
 
 Tip: Look at the units before you train
     A policy that selects nothing leaves one unit around everything. That is correct, and
