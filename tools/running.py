@@ -37,7 +37,7 @@ PASSED_ON = (
 )
 LIMIT_SECONDS = 180.0
 RENDEZVOUS_TROUBLE = re.compile(
-    r"Rendezvous\w*(?:Error|Exception)|EADDRINUSE|[Aa]ddress already in use|DistNetworkError"
+    r"Rendezvous\w*(?:Error|Exception)|EADDRINUSE|(?i:address already in use)|DistNetworkError"
 )
 
 

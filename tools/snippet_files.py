@@ -112,10 +112,35 @@ def read_all(root: Path) -> list[Snippet]:
         One entry per file.
 
     Raises:
-        SnippetError: If a docstring lacks its command or its promise.
+        SnippetError: If a file cannot be read as a snippet; all such files are named.
     """
-    files = [(folder, api) for folder in folders(root) for api in APIS]
-    return [read(folder, api) for folder, api in files if api_file(folder, api).exists()]
+    snippets, broken = read_most(root)
+    if broken:
+        raise SnippetError("\n".join(broken.values()))
+    return snippets
+
+
+def read_most(root: Path) -> tuple[list[Snippet], dict[Path, str]]:
+    """Read every snippet file, and say what is wrong with those that cannot be read.
+
+    Args:
+        root: The repository.
+
+    Returns:
+        The readable files, and a message for each other one.
+    """
+    snippets: list[Snippet] = []
+    broken: dict[Path, str] = {}
+    for path, folder, api in [(api_file(f, api), f, api) for f in folders(root) for api in APIS]:
+        if not path.exists():
+            continue
+        try:
+            snippets.append(read(folder, api))
+        except SnippetError as error:
+            broken[path] = str(error).replace(str(path), shown(path, root))
+        except SyntaxError as error:
+            broken[path] = f"{shown(path, root)}:{error.lineno}: not valid Python: {error.msg}"
+    return snippets, broken
 
 
 def read(folder: Path, api: str) -> Snippet:

@@ -26,7 +26,7 @@ from tools import running
 from tools.compare import differences
 from tools.paths import ROOT, shown
 from tools.running import Launcher, Outcome, Run
-from tools.snippet_files import Snippet, SnippetError, chosen, read_all, rewrite_promise
+from tools.snippet_files import Snippet, SnippetError, chosen, read_most, rewrite_promise
 
 AT_A_TIME = 2
 PORTABLE_PAGES = ("tutorial",)
@@ -254,6 +254,27 @@ def tell(done: int, total: int, outcome: Outcome) -> None:
     )
 
 
+def select(names: list[str], root: Path = ROOT) -> list[Snippet]:
+    """Return the snippets that a command line names.
+
+    Args:
+        names: Pages, snippets or files; none means all.
+        root: The repository.
+
+    Returns:
+        The chosen files.
+
+    Raises:
+        SnippetError: If a name means nothing, or a file that it may mean cannot be read.
+    """
+    snippets, broken = read_most(root)
+    stems = {name.removeprefix("snippets/").split("/")[0].removesuffix(".md") for name in names}
+    for path, message in broken.items():
+        if not names or stems & {path.parent.parent.name, path.parent.name, path.stem}:
+            raise SnippetError(message)
+    return chosen(snippets, names, root)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="tools.snippets", description=__doc__.splitlines()[0])
@@ -265,8 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        everything = read_all(ROOT)
-        selected = chosen(everything, options.names, ROOT)
+        selected = select(options.names)
     except SnippetError as error:
         print(f"FAIL {error}")
         return 1

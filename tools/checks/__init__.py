@@ -1,0 +1,1 @@
+"""One module per kind of check that `docs-test` makes; each check returns a `Result`."""
