@@ -215,7 +215,7 @@ def test_attention_can_be_a_unit_but_nothing_inside_it():
 
 def test_force_leaf_and_exclude_replace_the_defaults():
     policy = functools.partial(sized(100), force_leaf_modules={nn.Sequential})
-    assert apply(Deep(), policy) == ["layers.0", "table.b"]
+    assert apply(Deep(), policy) == ["layers.0", "table.b", "attention"]
     policy = functools.partial(sized(100), exclude_wrap_modules={Large})
     assert apply(Deep(), policy) == ["layers.1"]
 
