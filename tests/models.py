@@ -163,11 +163,11 @@ class MixedDtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single = nn.Linear(4, 5, dtype=torch.float32)
-        self.double = nn.Linear(5, 3, dtype=torch.float64)
+        self.in_float32 = nn.Linear(4, 5, dtype=torch.float32)
+        self.in_float64 = nn.Linear(5, 3, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.double(torch.tanh(self.single(x.float())).double())
+        return self.in_float64(torch.tanh(self.in_float32(x.float())).double())
 
 
 def numbers(*shape: int) -> Callable[[torch.dtype], Tensor]:
