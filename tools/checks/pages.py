@@ -41,6 +41,12 @@ def page_texts(root: Path) -> list[Text]:
     return [Text(path, 1, tuple(path.read_text("utf-8").splitlines()), True) for path in found]
 
 
+def generated_texts(root: Path) -> list[Text]:
+    """Return the generated Markdown, as far as it has been generated."""
+    found = sorted((root / "site" / "generated").rglob("*.md"))
+    return [Text(path, 1, tuple(path.read_text("utf-8").splitlines()), False) for path in found]
+
+
 def docstring_texts(root: Path) -> list[Text]:
     """Return every docstring of the package, attribute docstrings too."""
     found = []
@@ -80,7 +86,7 @@ def check_fences(root: Path) -> Result:
     """Check that every block of Python comes from a snippet or an example that is run."""
     problems: list[str] = []
     count = 0
-    for text in page_texts(root) + docstring_texts(root):
+    for text in page_texts(root) + generated_texts(root) + docstring_texts(root):
         for index, language, body in fences(text):
             count += 1
             problems += [
