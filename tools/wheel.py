@@ -25,7 +25,7 @@ FIXED_TIME = "1767225600"  # the same sources give the same bytes, whenever they
 OFFER = """\
 [Download the wheel](generated/wheel/{name}){{ download="{name}" .md-button }}
 
-```console
+```shell
 pip install ./{name}
 ```
 """
