@@ -108,9 +108,9 @@ def code_lines(source: str) -> set[int]:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         # A string that stands alone documents what is around it, attributes included.
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
 
@@ -144,9 +144,10 @@ def data_movers(files: dict[str, str]) -> list[str]:
     wrong = []
     for name, source in files.items():
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                if node.value.id in ("dist", "distributed") and node.attr in MOVERS:
-                    wrong.append(f"{name}.py:{node.lineno} calls dist.{node.attr}")
+            if not isinstance(node, ast.Attribute) or node.attr not in MOVERS:
+                continue
+            if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed"):
+                wrong.append(f"{name}.py:{node.lineno} calls dist.{node.attr}")
     return [entry for entry in wrong if not entry.startswith("collectives.py")]
 
 

@@ -21,34 +21,18 @@ from fsdp_ref import timeline
 from tests.models import part
 from tests.parity.training import full_gradients, gradients_of
 from tests.ranks import run_ranks
-
-WIDTH = 5
-
-
-class Layer(nn.Module):
-    """A small residual layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * torch.tanh(self.linear(x))
-
-
-class Stack(nn.Module):
-    """Layers in a row with a head; the building block of most cases."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(depth)])
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+from tests.toy import (
+    WIDTH,
+    WRAPPINGS,
+    Stack,
+    assert_equal_gradients,
+    assert_sharded,
+    mean_square,
+    my_part,
+    nested,
+    seeded,
+    whole_batch,
+)
 
 
 class Checkpointed(nn.Module):
@@ -60,32 +44,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-def mean_square(y: Tensor) -> Tensor:
-    return y.square().mean()
-
-
-# ---------------------------------------------------------------- how units are placed
-
-
-def nested(model: Stack) -> nn.Module:
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = FSDP(layer)
-    return FSDP(model)
-
-
-def one_unit(model: Stack) -> nn.Module:
-    return FSDP(model)
-
-
-def three_deep(model: Stack) -> nn.Module:
-    for layer in model.layers:
-        layer.linear = FSDP(layer.linear)
-    return nested(model)
-
-
-WRAPPINGS = {"nested": nested, "one unit": one_unit, "three deep": three_deep}
 
 
 # ---------------------------------------------------------------- ways through it
@@ -214,15 +172,6 @@ WAYS = [
 # ---------------------------------------------------------------- comparing
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return build().double()
-
-
-def whole_batch(width: int = WIDTH) -> Tensor:
-    return torch.randn(12, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
 def compare(
     build: Callable[[], nn.Module],
     wrap: Callable[[Any], nn.Module],
@@ -234,31 +183,12 @@ def compare(
     way(plain, x)
     model = wrap(seeded(build))
     with timeline() as recorded:
-        way(model, part(x, dist.get_rank(), dist.get_world_size()))
-    expected, found = gradients_of(plain), full_gradients(model)
-    assert set(expected) == set(found)
-    for name, gradient in expected.items():
-        if name.startswith(getattr(build, "zeros", ())):
-            assert torch.equal(found[name], torch.zeros_like(found[name])), name
-        elif gradient is None:
-            assert found[name] is None, f"{name}: expected None"
-        else:
-            assert found[name] is not None, f"{name}: expected a gradient, found None"
-            torch.testing.assert_close(
-                found[name], gradient, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-            )
-    everything_is_sharded_again(model)
-    once(model, part(x, dist.get_rank(), dist.get_world_size()))  # it goes on
-    everything_is_sharded_again(model)
+        way(model, my_part(x))
+    assert_equal_gradients(model, plain, getattr(build, "zeros", ()))
+    assert_sharded(model)
+    once(model, my_part(x))  # it goes on
+    assert_sharded(model)
     return recorded.lines()
-
-
-def everything_is_sharded_again(model: nn.Module) -> None:
-    for unit in FSDP.fsdp_modules(model):
-        for name, flat_param in unit.named_parameters(recurse=False):
-            full = flat_param._full_param_padded
-            nbytes = 0 if full is None else full.untyped_storage().nbytes()  # None: never used
-            assert nbytes == 0, f"{name} of {unit._unit.where} still holds {nbytes} bytes"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -299,7 +229,7 @@ def compare_checkpointed(place: Callable[[bool, Stack], nn.Module], reentrant: b
     model = place(reentrant, seeded(Stack))
     for step in range(2):
         model.zero_grad()
-        input_needs_gradient(model, part(x, dist.get_rank(), dist.get_world_size()))
+        input_needs_gradient(model, my_part(x))
         found = {
             name.replace("inner.", "").replace("layers.0.0.", "layers.0."): gradient
             for name, gradient in full_gradients(model).items()
@@ -313,7 +243,7 @@ def compare_checkpointed(place: Callable[[bool, Stack], nn.Module], reentrant: b
             torch.testing.assert_close(
                 found[name], gradient, rtol=1e-10, atol=1e-12, msg=f"{name} in step {step}"
             )
-        everything_is_sharded_again(model)
+        assert_sharded(model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -526,7 +456,7 @@ def only_some_ranks_use_an_output() -> None:
     found = {name.removeprefix("inner."): g for name, g in full_gradients(model).items()}
     for name, gradient in gradients_of(plain).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
-    everything_is_sharded_again(model)
+    assert_sharded(model)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

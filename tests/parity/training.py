@@ -222,7 +222,9 @@ def torch_fsdp1(case_name: str, optimizer_name: str, dtype: torch.dtype, nested:
         device_id=torch.device("cpu"),  # without it, torch's class asks for an accelerator
         use_orig_params=True,  # its flat form refuses frozen parameters beside trainable ones
     )
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    # torch's class gives frozen parameters a gradient of zeros: AdamW would let them decay.
+    trainable = [name for name, p in case.model(dtype).named_parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[optimizer_name](p for p in model.parameters() if p.requires_grad)
     for batch in case.batches(STEPS, dtype):
         optimizer.zero_grad()
         mine = my_part(batch)
@@ -230,7 +232,8 @@ def torch_fsdp1(case_name: str, optimizer_name: str, dtype: torch.dtype, nested:
         loss.backward()
         trace.losses.append(mean_over_ranks(loss))
         with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
-            trace.gradients.append(gradients_of(model))
+            gradients = gradients_of(model)
+        trace.gradients.append({n: g for n, g in gradients.items() if n in trainable})
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         trace.weights = copies(model.named_parameters())
