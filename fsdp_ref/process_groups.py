@@ -396,12 +396,15 @@ def _read(spelling: str) -> tuple[int, ...]:
 
 def _union(requests: dict[int, list[list[str]]]) -> set[tuple[int, ...]]:
     """Return the sets of ranks to be live, having checked that the requests fit together."""
-    counts = {rank: f"{len(request)} units" for rank, request in requests.items()}
-    if len(set(counts.values())) > 1:
+    if len({len(request) for request in requests.values()}) > 1:
+        names = {
+            rank: "\n".join(asked.split(", process_group=")[0] for _, _, asked in request)
+            for rank, request in requests.items()
+        }
         raise RankDisagreementError.at(
             "process groups",
             expected="as many units on every rank",
-            found=agreement.describe_differences(counts),
+            found=agreement.describe_differences(names),
             fix="Build and wrap the same model on every rank.",
         )
     union: set[tuple[int, ...]] = set()

@@ -46,7 +46,7 @@ averaged: each rank trains its own version of them.
 
 Tip: Put one unit around the whole, whatever the policy leaves over
     `auto_wrap` promises nothing about the parts that it leaves alone. The outermost unit takes
-    them, shards them and averages their gradients.
+    them: in the example, at the large threshold, the whole transformer belongs to the root.
 
     Proof: wrapping/founding_example
 
@@ -73,8 +73,8 @@ looked at instead. `MultiheadAttention` may become a unit by class or by a rule,
 inside it does, because it reads the weights inside without calling the module that holds them.
 
 Tip: Look at the units before you train
-    A policy that selects nothing leaves one unit around everything. That is correct, and
-    saves little. It is warned about, and printing the model shows the units.
+    Three policies make three different models of one, and all of them compute the same. The
+    units, and what each of them holds, say how much is gathered at once.
 
     Proof: wrapping/policies
 
@@ -89,8 +89,14 @@ nearest right one is named.
 
 A policy only draws borders between units. A module that it leaves out belongs to the unit
 around it, and is sharded there. To keep parameters whole on every rank, give them a group of
-one rank: the policy returns `{"process_group": "self"}`. Their gradients are not averaged
-then, see [process groups][fsdp_ref.process_groups].
+one rank. Their gradients are not averaged then, see
+[process groups][fsdp_ref.process_groups].
+
+Tip: To keep a layer whole, give it a group of one rank; excluding it does not
+    A policy that returns `{"process_group": "self"}` makes a unit that every rank holds in
+    full. A policy that says `False` leaves the layer to the unit around it, which cuts it.
+
+    Proof: wrapping/policies
 
 # Tied parameters
 
@@ -270,7 +276,9 @@ def auto_wrap(
     """Wrap the modules in a tree that a policy selects, if `enable_wrap` is active.
 
     Every rank calls this for the same modules in the same order. Children are wrapped before
-    their parents, in place; `module` itself comes last, if the policy selects it too.
+    their parents, in place; `module` itself comes last, if the policy selects it too. What the
+    wrapper would refuse later, such as a scalar parameter or an unknown word for a process
+    group, is refused before anything is wrapped.
 
     Args:
         module: The tree.
@@ -328,7 +336,8 @@ def apply_policy(
     """Wrap the modules inside `module` that a policy selects, in place, but not `module`.
 
     `FullyShardedDataParallel` calls it for its `auto_wrap_policy`. Every rank calls it for the
-    same tree. Everything is checked before anything is wrapped.
+    same tree. Everything is checked before anything is wrapped, also what the wrapper would
+    refuse later, such as a scalar parameter or an unknown word for a process group.
 
     Args:
         module: The tree.

@@ -308,7 +308,10 @@ def test_the_same_groups_in_another_order_are_an_error():
 def test_another_number_of_units_is_an_error_on_every_rank():
     messages = run_ranks(3, message_of, [["self"], ["self"], ["self", "self"]])
 
-    assert all("rank 2 with `2 units`" in message for message in messages)
+    assert all(
+        "rank 2 with `unit 'layers.1'` in line 2 where ranks 0, 1 have nothing" in message
+        for message in messages
+    )
 
 
 def two_groups_of_equal_ranks() -> str:
