@@ -63,22 +63,25 @@ def docstring_texts(root: Path) -> list[Text]:
     return found
 
 
-def outside_code(text: Text) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are prose: not in fences, not examples and their output."""
+def outside_fences(text: Text) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not in a fenced block."""
     fence = ""
-    example = False
     for index, line in enumerate(text.lines):
         match = FENCE.match(line)
         if match and not fence:
             fence = match["ticks"]
         elif fence:
             fence = "" if line.strip() == fence else fence
-        elif line.lstrip().startswith(">>> "):
-            example = True
-        elif example and line.strip():
-            continue  # what the example prints, checked by running it
         else:
-            example = False
+            yield index, line
+
+
+def outside_code(text: Text) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are prose: not in fences, not examples and their output."""
+    example = False
+    for index, line in outside_fences(text):
+        example = line.lstrip().startswith(">>> ") or (example and bool(line.strip()))
+        if not example:
             yield index, line
 
 
@@ -93,7 +96,7 @@ def check_fences(root: Path) -> Result:
                 f"{text.at(index, root)}: {fault}" for fault in fence_faults(language, body)
             ]
         if text.is_page:
-            for index, line in outside_code(text):
+            for index, line in outside_fences(text):
                 if LOOSE_CODE.match(line):
                     problems.append(f"{text.at(index, root)}: code that nothing runs; {REMEDY}")
     return Result(f"{count} blocks", problems)
@@ -133,7 +136,7 @@ def fence_faults(language: str, body: list[str]) -> Iterator[str]:
 
 WORDS = r"(?:two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|fifty|hundred|thousand)"
 UNITS = (
-    r"(?:%|percent\b|(?:kilo|mega|giga|tera)?bytes?\b|[kKMGT]i?B\b|bits?\b(?!-)"
+    r"(?:%|percent\b|(?:kilo|mega|giga|tera)?bytes?\b|[kKMGT]i?B\b"
     r"|(?:nano|micro|milli)?seconds?\b|secs?\b|ms\b|[µu]s\b|ns\b|minutes?\b|hours?\b"
     r"|GB/s\b|[TG]?FLOPS?\b)"
 )
