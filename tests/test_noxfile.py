@@ -20,6 +20,7 @@ from types import ModuleType
 import nox
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,6 +137,17 @@ def installed_closure() -> dict[str, str]:
 
 def test_everything_the_project_brings_along_is_pinned():
     assert sorted(set(installed_closure()) - set(pins())) == []
+
+
+def test_every_pinned_release_accepts_the_oldest_python_that_is_promised():
+    oldest = "3.11.0"
+    refused = {}
+    for name, version in installed_closure().items():
+        if version != "not installed":
+            needed = metadata.metadata(name)["Requires-Python"] or ""
+            if oldest not in SpecifierSet(needed):
+                refused[name] = needed
+    assert refused == {}
 
 
 def test_torch_is_pinned_without_saying_where_it_comes_from():
