@@ -56,3 +56,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             unit: Unit | None = parameter._unit()
             if unit is not None and unit.phase is Phase.IDLE:
                 unit.reshard()
+                if unit.schedule is not None:
+                    unit.schedule.weights_changed()

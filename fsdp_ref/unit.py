@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,19 +24,26 @@ from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.recording import record, watch
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
 
-_call_numbers = itertools.count()
+_moments = itertools.count(1)
+_MOST_OPEN_CALLS = 4096  # forwards whose backward never comes must not pile up
 
 
 class Schedule(Protocol):
     """What a unit asks of the schedule of its root."""
 
-    def forward_begins(self, unit: Unit) -> None:
-        """Note that a unit's forward begins."""
+    def forward_begins(self, unit: Unit) -> int:
+        """Note that a unit's forward begins; return the number of the root's forward."""
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Say whether a unit stays unsharded until its backward."""
 
-    def backward_begins(self, unit: Unit) -> None:
+    def forward_failed(self) -> None:
+        """Forget what the running forward has noted so far."""
+
+    def weights_changed(self) -> None:
+        """Forget forwards whose backward would now be wrong."""
+
+    def backward_begins(self, call: Call) -> None:
         """Note that a unit's backward begins."""
 
     def gradient_complete(self, call: Call) -> None:
@@ -58,16 +66,20 @@ class Call:
 
     Attributes:
         unit: The unit that was called.
-        number: Counts all calls of the process; later calls come first in the backward.
+        forward: Number of the root's forward that it belongs to.
         generations: State of the shards when the forward read them.
+        number: When it began; counts the beginnings and ends of all calls of the process.
+        end: When it ended.
         marked_inputs: How many inputs need a gradient.
         awaited_inputs: How many of them the running backward has not reached yet.
         done: Whether the backward has passed this call.
     """
 
     unit: Unit
-    number: int
+    forward: int
     generations: list[tuple[int, int]]
+    number: int = field(default_factory=_moments.__next__)
+    end: int = 0
     marked_inputs: int = 0
     awaited_inputs: int = 0
     done: bool = False
@@ -99,7 +111,7 @@ class Unit:
         self.summoned = False  # inside summon_full_params
         self.phases: list[Phase] = []  # innermost last; IDLE when empty
         self.schedule: Schedule | None = None
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # graphs keep calls alive
+        self.calls: deque[Call] = deque(maxlen=_MOST_OPEN_CALLS)  # that backward may return to
         self._gathers: list[PendingGather] = []
         self._gathered: list[tuple[int, int]] = []
         for flat_param in self.flat_params:
@@ -226,13 +238,12 @@ class Unit:
         Returns:
             The call (``None`` without gradients), and the arguments to use instead.
         """
-        self._schedule.forward_begins(self)
+        forward = self._schedule.forward_begins(self)
         self.enter(Phase.FORWARD)
         self.unshard()
         if not torch.is_grad_enabled():
             return None, args, kwargs
-        call = Call(self, next(_call_numbers), self.generations())
-        self._calls.add(call)
+        call = Call(self, forward, self.generations())
         args, kwargs = _mark_inputs(call, args, kwargs)
         return call, args, kwargs
 
@@ -241,6 +252,8 @@ class Unit:
         self.leave_forward()
         watched = [] if call is None else [t for t in _tensors(output) if t.requires_grad]
         if watched and call is not None:
+            call.end = next(_moments)
+            self.calls.append(call)
             torch.autograd.graph.register_multi_grad_hook(
                 watched, lambda _: self.pre_backward(call), mode="any"
             )
@@ -252,6 +265,7 @@ class Unit:
     def abandon_forward(self) -> None:
         """Undo `pre_forward` after an exception, also checkpointing's early stop."""
         self.leave_forward()
+        self._schedule.forward_failed()
         if self.phase is Phase.IDLE:
             self.reshard()
 
@@ -264,8 +278,10 @@ class Unit:
                 found="weights changed since, by an optimizer step, a load or an edit",
                 fix="Call backward() before changing weights, or run the forward again.",
             )
-        call.awaited_inputs, call.done = call.marked_inputs, False  # again, if the graph is kept
-        self._schedule.backward_begins(self)
+        call.awaited_inputs, call.done = call.marked_inputs, False
+        if call not in self.calls:  # a second backward through a graph that was kept
+            self.calls.append(call)
+        self._schedule.backward_begins(call)
         if self.phase is not Phase.PRE_BACKWARD:
             self.enter(Phase.PRE_BACKWARD)
         self.unshard()
@@ -283,8 +299,14 @@ class Unit:
 
     def first_pending_call(self) -> Call | None:
         """Return the earliest forward that the backward has not passed yet."""
-        pending = [call for call in self._calls if not call.done]
+        pending = [call for call in self.calls if not call.done]
         return min(pending, key=lambda call: call.number, default=None)
+
+    def forget_calls(self, outdated: Callable[[Call], bool]) -> None:
+        """Drop the calls for which ``outdated`` is true."""
+        kept = [call for call in self.calls if not outdated(call)]
+        self.calls.clear()
+        self.calls.extend(kept)
 
     def start_reduction(self) -> list[PendingReduction]:
         """Issue the reduce-scatters of the trainable flat parameters. Collective."""
@@ -307,8 +329,7 @@ class Unit:
         """Return to SHARDED and IDLE, whatever happened, and forget unfinished gradients."""
         self.phases.clear()
         self.reshard()
-        for call in self._calls:
-            call.done = True
+        self.calls.clear()
         for flat_param in self.flat_params:
             flat_param.discard_gradient()
 
@@ -359,6 +380,6 @@ def _tensors(output: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for item in fields(leaf):
-                found += _tensors(getattr(leaf, item.name))
+            for part in fields(leaf):
+                found += _tensors(getattr(leaf, part.name))
     return found

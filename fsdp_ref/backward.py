@@ -1,0 +1,201 @@
+"""One run of autograd's engine through the units: who begins, who is reduced when, how it ends.
+
+The rule behind everything here: *nothing that only one rank knows may decide a collective*.
+Which outputs got a gradient on this rank is such a thing. So every rank gathers and reduces
+the same units in the same order, the order of the forward backwards, whether it needs them or
+not; and one small exchange at the end settles which gradients count.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_ref.collectives import PendingReduction, all_reduce
+from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.recording import record
+from fsdp_ref.states import Phase
+from fsdp_ref.unit import Call, Unit
+
+_ISSUED, _USED = 1, 2  # what a rank says of a flat parameter at the end of a backward
+
+
+@dataclass
+class _Reduction:
+    """The reduce-scatter of one flat parameter, from issue to accumulation."""
+
+    flat_param: FlatParameter
+    used_here: bool
+    pending: PendingReduction
+    shard: Tensor | None = None
+
+    def finish(self) -> None:
+        """Wait for the result; take it over at once if this rank used the parameter."""
+        if self.shard is None:
+            self.shard = self.pending.wait()
+            if self.used_here:
+                self.flat_param.accumulate(self.shard)
+
+    def settle(self, used_anywhere: bool) -> None:
+        """Take over what only other ranks used; publish the gradient.
+
+        Used by no rank: `.grad` stays `None`, as in a model that is not sharded.
+        """
+        self.finish()
+        if used_anywhere and not self.used_here and self.shard is not None:
+            self.flat_param.accumulate(self.shard)
+        self.flat_param.publish_gradient()
+
+
+class Backward:
+    """One run; a re-entrant checkpoint opens another one inside."""
+
+    def __init__(self, units: Sequence[Unit], *, synchronize: bool) -> None:
+        """Begin a run.
+
+        Args:
+            units: All units of the tree, in an order that all ranks share.
+            synchronize: Whether gradients are reduced; false inside `no_sync`.
+        """
+        self.units = units
+        self.synchronize = synchronize
+        self.calls: list[Call] = []  # begun, in order
+        self.forwards: set[int] = set()  # which forwards this run goes back through
+        self.reduced: list[Unit] = []
+        self.reductions: list[_Reduction] = []
+
+    @property
+    def begun(self) -> list[Unit]:
+        """The units whose backward has begun in this run, each once."""
+        return list(dict.fromkeys(call.unit for call in self.calls))
+
+    # While it runs
+
+    def begin(self, call: Call) -> None:
+        """The gradient has reached an output of ``call``; first catch up with other ranks."""
+        if call in self.calls:
+            return
+        self.forwards.add(call.forward)
+        self.catch_up(call.end)
+        self.calls.append(call)
+
+    def catch_up(self, end: int) -> None:
+        """Take part in the backward of calls that ended after ``end`` and never began here.
+
+        Autograd works from the end, so what has not begun by now gets no gradient on this
+        rank. Other ranks may be gathering it at this moment.
+        """
+        missed = [
+            call
+            for unit in self.units
+            for call in unit.calls
+            if not call.done and call.forward in self.forwards and call.end > end
+        ]
+        for call in sorted(missed, key=lambda call: -call.end):
+            if call not in self.calls:
+                call.unit.pre_backward(call)
+                if call.marked_inputs:
+                    call.unit.post_backward(call)
+
+    def complete(self, call: Call) -> None:
+        """Reduce a unit's gradient, after those of all units that came later in the forward."""
+        if not self.synchronize:
+            call.unit.finish_backward()
+            return
+        for unit in self._later_than(call):
+            self._reduce(unit)
+        self._reduce(call.unit)
+
+    def _later_than(self, call: Call) -> list[Unit]:
+        """Return units, last first, whose pending call began after ``call``, not reduced yet."""
+        later = {
+            pending.number: unit
+            for unit in self.units
+            if (pending := unit.first_pending_call()) is not None
+            and pending.forward in self.forwards
+            and pending.number > call.number
+            and unit not in (call.unit, *self.reduced)
+        }
+        return [later[number] for number in sorted(later, reverse=True)]
+
+    def _reduce(self, unit: Unit) -> None:
+        """Issue a unit's reduce-scatters and drop its full parameters."""
+        for reduction in self.reductions:  # at most one unit's gradients stay in flight
+            reduction.finish()
+        trainable = [p for p in unit.flat_params if p.requires_grad]
+        used = [flat_param.has_gradient for flat_param in trainable]
+        pending = unit.start_reduction()
+        self.reductions += map(_Reduction, trainable, used, pending)
+        self.reduced.append(unit)
+        unit.finish_backward()
+
+    def wait_for_reductions(self) -> None:
+        """Wait for what is in flight, after an exception; dropping it would break other ranks."""
+        for reduction in self.reductions:
+            reduction.pending.wait()
+
+    # When it ends
+
+    def reduce_the_rest(self, group: RankGroup, order: str, still_open: set[Unit]) -> bool:
+        """Agree with the other ranks on what is left to reduce, reduce it, publish gradients.
+
+        Args:
+            group: The root's group.
+            order: The order in which this rank ran the units.
+            still_open: Units that another run, around this one, is still busy with.
+
+        Returns:
+            Whether all ranks ran the units in the same order; nothing is reduced otherwise.
+        """
+        said = {p: self._say(p, unit, still_open) for unit in self.units for p in unit.flat_params}
+        digest = zlib.crc32(order.encode())
+        device = next(iter(said)).device if said else torch.device("cpu")
+        # The largest of -digest is minus the smallest digest: equal only if all are equal.
+        values = torch.tensor([digest, -digest, *said.values()], device=device)
+        self._record_exchange(values, group)
+        all_reduce(values, dist.ReduceOp.MAX, group)
+        largest, minus_smallest, *settled = values.tolist()
+        if largest != -minus_smallest:
+            return False
+        said = dict(zip(said, settled, strict=True))
+        for unit in reversed(self.units):
+            if any(said[p] for p in unit.flat_params) and unit not in self.reduced:
+                self._reduce(unit)
+        for reduction in self.reductions:
+            reduction.settle(said[reduction.flat_param] == _USED)
+        return True
+
+    def _say(self, flat_param: FlatParameter, unit: Unit, still_open: set[Unit]) -> int:
+        """Say whether this rank has a gradient for it, or at least takes part in a reduction."""
+        issued = [r.used_here for r in self.reductions if r.flat_param is flat_param]
+        if any(issued) or (flat_param.has_gradient and unit not in still_open):
+            return _USED
+        return _ISSUED if issued else 0
+
+    def _record_exchange(self, values: Tensor, group: RankGroup) -> None:
+        root = self.units[0]
+        sent = 2 * (group.size - 1) * values.nbytes // group.size
+        record(
+            root.name,
+            root.phase.value,
+            "all-reduce",
+            bytes_on_wire=sent,
+            group=group.ranks,
+            dtype=values.dtype,
+        )
+
+    def release(self, run: int, still_open: set[Unit]) -> None:
+        """Drop the full parameters and the calls that this run has dealt with."""
+        for unit in self.begun:
+            if unit not in still_open and unit.phase is not Phase.IDLE:
+                unit.finish_backward()
+        for call in self.calls:
+            call.done = True
+        for unit in self.units:  # also forwards repeated in this run that nothing came back to
+            unit.forget_calls(lambda call: call.done or call.forward == -run)
