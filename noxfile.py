@@ -173,7 +173,7 @@ def run(session: nox.Session, *arguments: str, to_fix: str) -> None:
     try:
         session.run(*command, external=True, env=run_environment())
     except nox.command.CommandFailed:
-        session.error(to_fix)
+        session.error(to_fix.rstrip("."))  # nox ends the sentence
 
 
 def shared(name: str | None = None):
