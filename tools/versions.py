@@ -243,7 +243,7 @@ def require_deployable(root: Path, version: str) -> None:
                 f"this checkout is version {stated} (pyproject.toml). Check out the commit of "
                 f"{version} to deploy that."
             )
-    changed = run(["git", "status", "--porcelain", "--untracked-files=no"], root).strip()
+    changed = run(["git", "status", "--porcelain", "--untracked-files=no"], root).rstrip()
     if changed:
         raise VersionsError(
             f"these files are changed and not committed, so no commit would hold what the pages "
@@ -259,7 +259,8 @@ def deploy(version: str, aliases: Sequence[str], root: Path = ROOT) -> None:
         deploy_version(root, version, aliases)
         if LATEST in aliases:
             mike(root, "set-default", LATEST)
-    print(f"Nothing was pushed. To look at it: mike serve -b {BRANCH}; to publish it: git push")
+    print(f"Nothing was pushed. To look at it: .nox/env/bin/mike serve -b {BRANCH}")
+    print(f"To publish it: git push origin {BRANCH}")
 
 
 def main() -> None:
