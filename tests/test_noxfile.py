@@ -295,6 +295,45 @@ def test_the_ci_script_is_valid_and_can_be_executed():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def run_ci_with(python3: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a copy of the CI script in which `python3 noxfile.py` is a stand-in."""
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
+    stand_in = folder / "bin" / "python3"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f"#!/usr/bin/env bash\n{python3}\n")
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(folder / ".ci" / "run")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+SUMMARY = "==== 12 passed, 1 skipped in 3.40s ===="
+
+
+def test_ci_closes_with_the_summary_of_the_tests_and_names_each_part(tmp_path: Path):
+    done = run_ci_with(f'case "$*" in *tests*) echo "{SUMMARY}";; esac; echo later', tmp_path)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert lines[-1] == SUMMARY
+    for part in ("set-up", "lint", "types", "tests and docs-test", "docs-versions", "in all"):
+        assert any(re.fullmatch(rf" *\d+ s  {part}", line) for line in lines), part
+
+
+def test_ci_fails_when_any_part_fails_and_still_runs_the_others(tmp_path: Path):
+    done = run_ci_with(f'case "$*" in *lint*) exit 3;; *tests*) echo "{SUMMARY}";; esac', tmp_path)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert lines[-2:] == ["FAILED: lint (exit 3)", SUMMARY]
+    assert any(line.endswith("docs-versions") for line in lines)
+
+
+def test_ci_does_not_pass_when_no_test_is_known_to_have_run(tmp_path: Path):
+    done = run_ci_with("echo fine", tmp_path)
+    assert done.returncode == 1
+    assert "no summary line" in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_readme_example_trains_on_two_ranks(tmp_path: Path):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
