@@ -1,0 +1,103 @@
+"""Walk through one training step and look at the attributes of one flat parameter.
+
+Why: sharding saves memory because most tensors are empty most of the time. The
+table shows which attribute holds memory at which moment. Each cell gives dtype,
+elements and the bytes that its storage really holds, on rank 0 of two.
+
+Run on any machine, no GPU needed:
+
+    torchrun --standalone --nproc-per-node 2 walk_one_step.py
+
+Expected output:
+
+    moment                  | _is_sharded | _orig_size | _fp32_shard    | _fp16_shard | _full_param_padded | _cpu_grad | _saved_grad_shard | grad
+    constructed             | True        | (15,)      | None           | None        | None               | None      | None              | None
+    inside its forward      | True        | (15,)      | float32 8 32 B | None        | float32 16 64 B    | None      | None              | None
+    after the forward       | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | None              | None
+    inside its backward     | True        | (15,)      | float32 8 32 B | None        | float32 16 64 B    | None      | None              | None
+    root's backward goes on | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | None              | None
+    after the backward      | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | float32 8 32 B    | float32 8 32 B
+    after the step          | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | float32 8 32 B    | float32 8 32 B
+    after zero_grad         | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | None              | None
+"""  # noqa: E501
+
+# --8<-- [start:body]
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_ref import FullyShardedDataParallel
+
+dist.init_process_group()
+local_rank = int(os.environ["LOCAL_RANK"])
+device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+ATTRIBUTES = [
+    "_is_sharded",
+    "_orig_size",
+    "_fp32_shard",
+    "_fp16_shard",
+    "_full_param_padded",
+    "_cpu_grad",
+    "_saved_grad_shard",
+    "grad",
+]
+table = [["moment", *ATTRIBUTES]]
+
+
+def cell(flat_param, attribute):
+    """Describe one attribute: dtype, elements, bytes that its storage holds now."""
+    value = getattr(flat_param, attribute, "absent")
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {value.numel()} {value.untyped_storage().nbytes()} B"
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def look(moment):
+    """Add one row to the table."""
+    table.append([moment, *(cell(flat_param, attribute) for attribute in ATTRIBUTES)])
+
+
+class Model(nn.Module):
+    """An embedding layer in the root, and one layer that is a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(2, 4)
+        self.layer = FullyShardedDataParallel(nn.Linear(4, 3).to(device))  # 15 elements
+
+    def forward(self, batch):
+        hidden = self.embed(batch)
+        if hidden.requires_grad:  # called when the unit's backward is over
+            hidden.register_hook(lambda grad: look("root's backward goes on"))
+        return self.layer(hidden)
+
+
+torch.manual_seed(0)
+model = FullyShardedDataParallel(Model().to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+flat_param = model.layer._flat_param
+linear = model.layer.module
+linear.register_forward_hook(lambda *args: look("inside its forward"))
+linear.register_full_backward_pre_hook(lambda *args: look("inside its backward"))
+
+look("constructed")
+loss = model(torch.ones(8, 2, device=device)).square().mean()
+look("after the forward")
+loss.backward()
+look("after the backward")
+optimizer.step()
+look("after the step")
+optimizer.zero_grad()
+look("after zero_grad")
+
+if dist.get_rank() == 0:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print(" | ".join(map(str.ljust, row, widths)).rstrip())
+
+dist.destroy_process_group()
+# --8<-- [end:body]
