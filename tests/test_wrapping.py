@@ -130,7 +130,7 @@ def test_contexts_do_not_nest_and_the_outer_one_goes_on():
     [
         ({"wrapper_cls": None}, "a wrapper_cls to call"),
         ({"wrapper_cls": "FSDP"}, "found 'FSDP'"),
-        ({"wrapper_cls": Unit, "proces_group": "self"}, "Did you mean 'process_group'"),
+        ({"wrapper_cls": Unit, "processgroup": "self"}, "Did you mean 'process_group'"),
     ],
 )
 def test_a_context_that_could_never_wrap_is_refused_at_once(arguments, match):
@@ -205,6 +205,7 @@ def test_containers_are_looked_into_but_never_wrapped_and_attention_is_not_split
         *["layers.0", "layers.1", "layers.1.0", "layers.1.1"],
         *["table.a", "table.b", "attention"],
     ]
+    assert apply(Deep(), lambda module: True) == everything
 
 
 def test_attention_can_be_a_unit_but_nothing_inside_it():
@@ -413,6 +414,18 @@ def test_a_remainder_is_no_reason_for_a_warning():
         apply(Large(), fsdp_ref.ModuleWrapPolicy({Large}))  # selects the root alone
 
 
+def test_a_class_does_not_wrap_its_own_module_twice():
+    wrapped = []
+
+    def remember(module):
+        wrapped.append(module)
+        return Unit(module)
+
+    wrapping.apply_policy(nn.Sequential(nn.Linear(2, 2)), fsdp_ref.always_wrap_policy, remember, {})
+
+    assert [type(module) for module in wrapped] == [nn.Linear]
+
+
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
@@ -420,7 +433,7 @@ def test_a_remainder_is_no_reason_for_a_warning():
         (lambda module: "self", "found 'self'"),
         (lambda module: 1, "found 1"),
         (lambda module, recurse, nonwrapped_numel: None, "found None"),
-        (lambda module: {"proces_group": "self"}, "Did you mean 'process_group'"),
+        (lambda module: {"processgroup": "self"}, "Did you mean 'process_group'"),
         (lambda module: {"auto_wrap_policy": None}, "found 'auto_wrap_policy'"),
         (lambda module: {"module": None}, "found 'module'"),
         ({Large}, "ModuleWrapPolicy"),
