@@ -178,6 +178,18 @@ class RootOnlyError(FSDPError, RuntimeError):
     code = "FSDP304"
 
 
+class NotGatheredError(FSDPError, RuntimeError):
+    """A weight was used outside of its unit's forward, when only shards are in memory."""
+
+    code = "FSDP305"
+
+
+class UnsynchronizedStepError(FSDPError, RuntimeError):
+    """An optimizer was to step on gradients that no backward outside `no_sync` has reduced."""
+
+    code = "FSDP306"
+
+
 # 4xx: weights in and out
 
 

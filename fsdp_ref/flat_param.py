@@ -232,6 +232,18 @@ class FlatParameter(nn.Parameter):
             self._grad_in_progress = None
 
     @property
+    def grad(self) -> Tensor | None:
+        """This rank's shard of the gradient; clearing it also forgets unreduced gradients."""
+        gradient: Tensor | None = _TENSOR_GRAD.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _TENSOR_GRAD.__set__(self, gradient)
+        if gradient is None:
+            self._reset_step_state()
+
+    @property
     def _saved_grad_shard(self) -> Tensor | None:
         in_progress = self._grad_in_progress
         return in_progress if in_progress is not None else self.grad

@@ -12,76 +12,23 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from fsdp_ref.collectives import all_reduce, gather_versions_of_my_slice
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.recording import record
+from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.states import Phase, ShardState
 from fsdp_ref.unit import Unit
 
 
-class RegisteredNames:
-    """Remembers which parameters each module registered, and in which order.
-
-    While sharded, a module finds its parameters in its `__dict__`, so that `parameters()`
-    yields flat parameters only.
-    """
-
-    def __init__(self, wrapper: nn.Module, flat_params: Sequence[FlatParameter]) -> None:
-        """Take the parameters out of their modules' registers; ``wrapper`` registers the flat ones.
-
-        The first is called ``_flat_param``, later ones ``_flat_param_1`` and so on.
-        """
-        names = ["_flat_param", *(f"_flat_param_{n}" for n in range(1, len(flat_params)))]
-        self._wrapper = wrapper
-        self._flat = dict(zip(names, flat_params, strict=False))
-        self._managed: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._order: dict[nn.Module, list[str]] = {}
-        for flat_param in flat_params:
-            for original in flat_param._originals:
-                for module, attribute, _ in original.places:
-                    self._managed.setdefault(module, {})[attribute] = original.parameter
-        for module in self._managed:
-            self._order[module] = list(module._parameters)
-        self.hide()
-
-    def hide(self) -> None:
-        """Move the parameters from the registers to the modules' attributes."""
-        self._wrapper._parameters.update(self._flat)
-        for module, parameters in self._managed.items():
-            for attribute, parameter in parameters.items():
-                module._parameters.pop(attribute, None)
-                module.__dict__[attribute] = parameter
-
-    def show(self) -> None:
-        """Register the parameters again, under their old names and in their old order."""
-        for name in self._flat:
-            self._wrapper._parameters.pop(name, None)
-        for module, parameters in self._managed.items():
-            registered = {**module._parameters, **parameters}
-            for attribute in parameters:
-                module.__dict__.pop(attribute, None)
-            module._parameters.clear()
-            module._parameters.update({name: registered[name] for name in self._order[module]})
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Register the parameters for as long as the context is open."""
-        self.show()
-        try:
-            yield
-        finally:
-            self.hide()
-
-
 @contextmanager
-def full_parameters(units: Sequence[Unit], *, writeback: bool) -> Iterator[None]:
+def full_parameters(units: Sequence[Unit], group: RankGroup, *, writeback: bool) -> Iterator[None]:
     """Unshard ``units`` and register their original parameters. Collective.
 
     Args:
         units: Units of one tree, in the same order on all ranks.
+        group: The root's group: all of its ranks keep the edits, or none does.
         writeback: Whether edits persist; every rank has to make the same ones.
 
     Yields:
@@ -103,14 +50,17 @@ def full_parameters(units: Sequence[Unit], *, writeback: bool) -> Iterator[None]
             stack.callback(_put_back, unit, unit in kept)
         yield
         if writeback:
-            write_back(units)
+            for unit in units:
+                unit.registered.take_over_replacements()
+            write_back(units, group)
 
 
 def _put_back(unit: Unit, keep: bool) -> None:
     unit.registered.hide()
     unit.summoned = False
-    changed = unit._gathered != unit.generations()
-    if changed or not keep:
+    if keep and unit._gathered == unit.generations():
+        unit.registered.set_gathered(True)
+    else:
         unit.reshard()
 
 
@@ -124,40 +74,50 @@ def _refuse_when_busy(unit: Unit) -> None:
         )
 
 
-def write_back(units: Sequence[Unit]) -> None:
-    """Copy edits into the shards if all ranks of each unit hold the same values. Collective."""
-    disagreeing, changed = [], []
+def write_back(units: Sequence[Unit], group: RankGroup) -> None:
+    """Copy edits into the shards if all ranks of each unit hold the same values. Collective.
+
+    Args:
+        units: Unsharded units, in the same order on all ranks.
+        group: The root's group.
+
+    Raises:
+        SummonDisagreementError: On every rank of ``group``, if any ranks differ in any unit.
+    """
+    edits, disagreeing = [], []
     for unit in units:
-        for flat_param in unit.flat_params:
-            versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag=unit.index * 2)
-            record(unit.name, unit.phase.value, "all-to-all",
-                   bytes_on_wire=(unit.group.size - 1) * versions[0].nbytes,
-                   group=unit.group.ranks, dtype=versions[0].dtype)  # fmt: skip
-            mine = versions[unit.group.rank]
-            verdict = torch.tensor(
-                [
-                    int(not all(_same(mine, version) for version in versions)),
-                    int(not _same(mine, flat_param.data)),
-                ],
-                device=flat_param.device,
-            )
-            all_reduce(verdict, dist.ReduceOp.MAX, unit.group)
-            if verdict[0]:
-                disagreeing.append(unit)
-            if verdict[1]:
-                changed.append((flat_param, mine))
-    if disagreeing:
-        names = sorted({unit.where for unit in disagreeing})
+        for number, flat_param in enumerate(unit.flat_params):
+            tag = unit.tag(number, reduction=False)
+            versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag)
+            unit.record_collective("all-to-all", flat_param)
+            edits.append((flat_param, versions[unit.group.rank]))
+            disagreeing.append(not all(_same(versions[0], version) for version in versions))
+    names = [unit.where for unit in units for _ in unit.flat_params]
+    verdict = torch.tensor(disagreeing, dtype=torch.int32, device=_device(units))
+    verdict = all_reduce(verdict, dist.ReduceOp.MAX, group)
+    if verdict.any():
+        differing = [name for name, bad in zip(names, verdict.tolist(), strict=True) if bad]
         raise SummonDisagreementError.at(
             "summon_full_params",
             expected="the same values written on every rank",
-            found=f"ranks that differ in {', '.join(names)}",
+            found=f"ranks that differ in {', '.join(dict.fromkeys(differing))}",
             fix="Make the same edit on every rank (same seed, no `if rank == 0`); the weights "
             "are as they were before the context.",
         )
-    for flat_param, mine in changed:
-        with torch.no_grad():
-            flat_param.copy_(mine)
+    _write([(flat_param, mine, not _same(flat_param.data, mine)) for flat_param, mine in edits])
+
+
+def _write(edits: Sequence[tuple[FlatParameter, Tensor, bool]]) -> None:
+    """Copy what has changed; unchanged shards keep their version, as a backward may follow."""
+    for flat_param, mine, changed in edits:
+        if changed:
+            with torch.no_grad():
+                flat_param.copy_(mine)
+
+
+def _device(units: Sequence[Unit]) -> torch.device:
+    devices = [flat_param.device for unit in units for flat_param in unit.flat_params]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ from fsdp_ref.errors import (
     SummonContextError,
 )
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.full_params import RegisteredNames, full_parameters
+from fsdp_ref.full_params import full_parameters
 from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import watch_optimizers
@@ -45,6 +45,7 @@ from fsdp_ref.originals import (
     refuse_parameters,
 )
 from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.schedule import RootSchedule
 from fsdp_ref.state_dict import (
     clean_name,
@@ -331,9 +332,12 @@ class FullyShardedDataParallel(nn.Module):
         parts = FullyShardedDataParallel.fsdp_modules(self)
         if not recurse:
             parts = [part for part in parts if part is self]
-        for part in parts:
-            part._set_up()
-        with full_parameters([part._unit for part in parts], writeback=writeback):
+        if not parts:
+            yield  # nothing is sharded
+            return
+        schedules = [part._set_up() for part in parts]
+        units = [part._unit for part in parts]
+        with full_parameters(units, schedules[0].group, writeback=writeback):
             yield
 
     def state_dict(  # type: ignore[override]
@@ -430,6 +434,8 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             The model itself.
         """
+        if self._unit.summoned:  # by the enclosing unit, whose apply has come down to here
+            return super().apply(fn)
         with self.summon_full_params():
             return super().apply(fn)
 
@@ -440,6 +446,7 @@ class FullyShardedDataParallel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat_param in self._unit.flat_params:
             flat_param.point_originals_at_full()
+        self._registered.follow_dtype_and_device()
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

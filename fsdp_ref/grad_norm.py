@@ -32,11 +32,14 @@ def total_norm(
         device: Where to compute, also when there is no gradient at all.
 
     Returns:
-        A scalar tensor in float32.
+        A scalar tensor in float32, or in float64 if a parameter is.
     """
+    dtype = torch.float32  # of all ranks alike, so not that of the gradients that are there
+    for flat_param in flat_params:
+        dtype = torch.promote_types(dtype, flat_param.dtype)
     gradients = [p.grad.detach() for p in flat_params if p.grad is not None]
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
-    norms = [norm.to(device) for norm in norms] or [torch.zeros((), device=device)]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in gradients]
+    norms = [n.to(device) for n in norms] or [torch.zeros((), dtype=dtype, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if norm_type == float("inf"):
         return all_reduce(local, dist.ReduceOp.MAX, group)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_ref.errors import OptimizerBeforeWrappingError
+from fsdp_ref.errors import OptimizerBeforeWrappingError, UnsynchronizedStepError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.originals import unit_that_owns
 from fsdp_ref.states import Phase
@@ -38,6 +38,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse to step an optimizer whose parameters have become views of sharded memory."""
+    _refuse_unreduced(optimizer)
     lost = [name for p in _parameters(optimizer) if (name := unit_that_owns(p)) is not None]
     if lost:
         raise OptimizerBeforeWrappingError.at(
@@ -46,6 +47,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             found=f"{len(lost)} parameters from before wrapping, such as '{lost[0]}'",
             fix="Wrap first, then build the optimizer from model.parameters().",
         )
+
+
+def _refuse_unreduced(optimizer: Optimizer) -> None:
+    for parameter in _parameters(optimizer):
+        if isinstance(parameter, FlatParameter) and parameter.has_gradient:
+            unit: Unit | None = parameter._unit()
+            raise UnsynchronizedStepError.at(
+                f"{type(optimizer).__name__}.step()",
+                expected="gradients that are reduced over the ranks",
+                found=f"gradients from inside no_sync() only, in {unit.where if unit else '?'}",
+                fix="Run the last backward before a step outside of no_sync().",
+            )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from fsdp_ref.errors import ShardStateError, SilentRanksError, WeightsChangedErr
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.recording import record, watch
+from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
 
 _moments = itertools.count(1)
@@ -48,16 +49,6 @@ class Schedule(Protocol):
 
     def gradient_complete(self, call: Call) -> None:
         """Reduce the gradient of a unit that the backward has passed."""
-
-
-class Registered(Protocol):
-    """What a unit's modules register: flat parameters, or the original ones."""
-
-    def show(self) -> None:
-        """Register the original parameters."""
-
-    def hide(self) -> None:
-        """Register the flat parameters."""
 
 
 @dataclass(eq=False)
@@ -99,7 +90,7 @@ class Unit:
         name: str,
         flat_params: Sequence[FlatParameter],
         group: RankGroup,
-        registered: Registered,
+        registered: RegisteredNames,
     ) -> None:
         """Start in SHARDED and IDLE; `schedule` is set when the root is set up."""
         self.name = name
@@ -195,8 +186,8 @@ class Unit:
         self._gathered = self.generations()
         for number, flat_param in enumerate(self.flat_params):
             flat_param.prepare()
-            self._gathers.append(flat_param.start_unshard(self._tag(number, reduction=False)))
-            self._record_collective("all-gather", flat_param)
+            self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
+            self.record_collective("all-gather", flat_param)
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""
@@ -212,6 +203,7 @@ class Unit:
                 fix="Do all ranks run the same units in the same order? Has one of them failed?",
             ) from error
         self.move(ShardState.UNSHARDED)
+        self.registered.set_gathered(True)
         record(self.name, self.phase.value, "unshard")
 
     def reshard(self) -> None:
@@ -221,6 +213,7 @@ class Unit:
         for gather in self._gathers:
             gather.wait()
         self._gathers.clear()
+        self.registered.set_gathered(False)
         for flat_param in self.flat_params:
             flat_param.free()
         self.move(ShardState.SHARDED)
@@ -314,8 +307,8 @@ class Unit:
         reductions = []
         for number, flat_param in enumerate(self.flat_params):
             if flat_param.requires_grad:
-                reductions.append(flat_param.start_reduction(self._tag(number, reduction=True)))
-                self._record_collective("reduce-scatter", flat_param)
+                reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
+                self.record_collective("reduce-scatter", flat_param)
         return reductions
 
     def finish_backward(self) -> None:
@@ -339,11 +332,13 @@ class Unit:
             raise RuntimeError(f"{self.where} has no root yet; this is a bug in fsdp_ref")
         return self.schedule
 
-    def _tag(self, number: int, *, reduction: bool) -> int:
+    def tag(self, number: int, *, reduction: bool) -> int:
+        """Return the number that keeps a flat parameter's messages apart from all others."""
         # Gathers and reductions of different units never meet: each has a number of its own.
         return (self.index * 64 + number) * 2 + int(reduction)
 
-    def _record_collective(self, operation: str, flat_param: FlatParameter) -> None:
+    def record_collective(self, operation: str, flat_param: FlatParameter) -> None:
+        """Record that shards of a flat parameter go to the other ranks."""
         record(
             self.name,
             self.phase.value,

@@ -1,0 +1,154 @@
+"""What a unit's modules find under a parameter's name: the weight, a stand-in, or nothing.
+
+Modules read `self.weight`, so the name has to lead to the right thing at every moment: while
+the unit is sharded to a stand-in that refuses to compute, while it is unsharded to the
+parameter, and inside `summon_full_params` to a registered parameter, as before wrapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.errors import NotGatheredError, SummonContextError
+from fsdp_ref.flat_param import FlatParameter
+
+
+class ShardedAway(torch.Tensor):
+    """Stands for a weight that is not in memory: it has a shape and a dtype, and no data.
+
+    Without it, writing to the weight would write through an empty storage and crash the
+    process.
+    """
+
+    _name: str
+    # Metadata is read without asking; operations end in __torch_dispatch__.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, name: str, parameter: nn.Parameter) -> Self:
+        """Stand in for ``parameter``, called ``name``."""
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        self._name = name
+        return self
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves out `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Refuse every operation."""
+        found = [leaf for leaf in (*args, *(kwargs or {}).values()) if isinstance(leaf, cls)]
+        name = found[0]._name if found else "a weight"
+        raise NotGatheredError.at(
+            f"'{name}'",
+            expected="weights in memory",
+            found=f"{func} outside of its unit's forward, when only shards are in memory",
+            fix="Call the wrapped module instead of using its weight, or open "
+            "summon_full_params() around what you do.",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument nobody gives
+        """Say what it stands for."""
+        return f"ShardedAway('{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class RegisteredNames:
+    """Moves a unit's parameters between its modules' registers and attributes."""
+
+    def __init__(self, wrapper: nn.Module, flat_params: Sequence[FlatParameter]) -> None:
+        """Take the parameters out of their modules' registers; ``wrapper`` registers the flat ones.
+
+        The first is called ``_flat_param``, later ones ``_flat_param_1`` and so on.
+        """
+        names = ["_flat_param", *(f"_flat_param_{n}" for n in range(1, len(flat_params)))]
+        self._wrapper = wrapper
+        self._flat = dict(zip(names, flat_params, strict=False))
+        self._managed: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._order: dict[nn.Module, list[str]] = {}
+        for flat_param in flat_params:
+            for original in flat_param._originals:
+                for module, attribute, _ in original.places:
+                    self._managed.setdefault(module, {})[attribute] = original.parameter
+        for module in self._managed:
+            self._order[module] = list(module._parameters)
+        self._stand_ins = {
+            original.parameter: ShardedAway(original.name, original.parameter)
+            for flat_param in flat_params
+            for original in flat_param._originals
+        }
+        self._shown = False
+        self.hide()
+
+    def set_gathered(self, gathered: bool) -> None:
+        """Let the modules find their weights, or the stand-ins."""
+        if self._shown:
+            return
+        for module, parameters in self._managed.items():
+            for attribute, parameter in parameters.items():
+                module.__dict__[attribute] = parameter if gathered else self._stand_ins[parameter]
+
+    def hide(self) -> None:
+        """Register the flat parameters, and let the modules find stand-ins."""
+        self._wrapper._parameters.update(self._flat)
+        for module, parameters in self._managed.items():
+            for attribute in parameters:
+                module._parameters.pop(attribute, None)
+        self._shown = False
+        self.set_gathered(False)
+
+    def show(self) -> None:
+        """Register the parameters again, under their old names and in their old order."""
+        for name in self._flat:
+            self._wrapper._parameters.pop(name, None)
+        for module, parameters in self._managed.items():
+            registered = {**module._parameters, **parameters}
+            for attribute in parameters:
+                module.__dict__.pop(attribute, None)
+            module._parameters.clear()
+            module._parameters.update({name: registered[name] for name in self._order[module]})
+        self._shown = True
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Register the parameters for as long as the context is open."""
+        self.show()
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def take_over_replacements(self) -> None:
+        """Copy the values of parameters that were replaced by new objects while shown.
+
+        Raises:
+            SummonContextError: If one was removed, or replaced by one of another shape.
+        """
+        for module, parameters in self._managed.items():
+            for attribute, parameter in parameters.items():
+                found = getattr(module, attribute, None)
+                if found is parameter:
+                    continue
+                if not isinstance(found, Tensor) or found.shape != parameter.shape:
+                    raise SummonContextError.at(
+                        f"{type(module).__name__}.{attribute}",
+                        expected=f"a tensor of shape {tuple(parameter.shape)}, as before",
+                        found=f"{tuple(found.shape) if isinstance(found, Tensor) else found}",
+                        fix="Inside summon_full_params values may change, shapes may not.",
+                    )
+                with torch.no_grad():
+                    parameter.copy_(found)
+
+    def follow_dtype_and_device(self) -> None:
+        """Make new stand-ins after the parameters have changed their dtype or device."""
+        for parameter, old in self._stand_ins.items():
+            self._stand_ins[parameter] = ShardedAway(old._name, parameter)
+        self.set_gathered(False)
