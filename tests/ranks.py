@@ -37,7 +37,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -303,6 +303,7 @@ class _Call:
         self.request = request
         self.world_size: int = request["world_size"]
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.stay, self.release = os.pipe()  # a rank that is done stays until this is closed
         self.pids: dict[int, int] = {}
         self.pipes: dict[int, int] = {}
         self.said: dict[int, bytes] = {}
@@ -316,6 +317,8 @@ class _Call:
             self._collect(time.monotonic() + self.request["timeout"])
             self._cut_off_the_silent()
         finally:
+            os.close(self.release)
+            os.close(self.stay)
             for pid in [*self.pids.values(), store_pid]:
                 _end(pid)
             for outcome in self.outcomes.values():
@@ -331,7 +334,7 @@ class _Call:
         port = listener.getsockname()[1]
         pid = os.fork()
         if pid == 0:
-            _become_child()
+            _become_child(self.release)
             _host_store(listener, port, self.world_size)
         listener.close()
         return pid, port
@@ -341,8 +344,8 @@ class _Call:
         pid = os.fork()
         if pid == 0:
             os.close(reader)
-            _become_child()
-            _be_rank(rank, port, self.request, writer, Path(self.folder.name))
+            _become_child(self.release)
+            _be_rank(rank, port, self.request, writer, Path(self.folder.name), self.stay)
         os.close(writer)
         os.set_blocking(reader, False)
         self.pids[rank], self.pipes[rank], self.said[rank] = pid, reader, b""
@@ -423,8 +426,9 @@ def _end(pid: int, wait: float = 0.0) -> int:
 # ---------------------------------------------------------------- a rank
 
 
-def _become_child() -> None:
+def _become_child(release: int) -> None:
     os.setpgid(0, 0)
+    os.close(release)
     if sys.platform == "linux":  # die with the server, whatever ends it
         import ctypes
 
@@ -451,7 +455,9 @@ def _host_store(listener: socket.socket, port: int, world_size: int) -> None:
         os._exit(0)
 
 
-def _be_rank(rank: int, port: int, request: dict[str, Any], writer: int, folder: Path) -> None:
+def _be_rank(
+    rank: int, port: int, request: dict[str, Any], writer: int, folder: Path, stay: int
+) -> None:
     """Run the job in this child, say how it ended, and vanish."""
     # Kept open until the process is gone: faulthandler writes into it from a signal handler.
     dump = open(folder / f"dump-{rank}", "w")  # noqa: SIM115
@@ -461,8 +467,8 @@ def _be_rank(rank: int, port: int, request: dict[str, Any], writer: int, folder:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     try:
-        with _process_group(rank, port, request):
-            fields = {"kind": "returned", "payload": pickle.dumps(_do(request))}
+        _start_process_group(rank, port, request)
+        fields = {"kind": "returned", "payload": pickle.dumps(_do(request))}
     except BaseException as error:
         fields = {
             "kind": "raised",
@@ -474,11 +480,14 @@ def _be_rank(rank: int, port: int, request: dict[str, Any], writer: int, folder:
         stream.flush()
     with os.fdopen(writer, "wb") as pipe:
         pickle.dump(fields, pipe)
+    if fields["kind"] == "returned":
+        # The peers may still be reading what we sent: leaving now would reset the connection.
+        # After a failure, on the other hand, leaving is what tells them.
+        os.read(stay, 1)
     os._exit(0)  # no clean-up of ours may hide or delay what was said
 
 
-@contextlib.contextmanager
-def _process_group(rank: int, port: int, request: dict[str, Any]) -> Iterator[None]:
+def _start_process_group(rank: int, port: int, request: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     size = request["world_size"]
@@ -497,10 +506,6 @@ def _process_group(rank: int, port: int, request: dict[str, Any]) -> Iterator[No
     limit = timedelta(seconds=DIST_TIMEOUT)
     store = dist.TCPStore("127.0.0.1", port, size, False, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    yield
-    # After a failure nobody waits for us: leaving is what tells the peers.
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _do(request: dict[str, Any]) -> Any:

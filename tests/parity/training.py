@@ -216,14 +216,15 @@ def torch_fsdp1(case_name: str, optimizer_name: str, dtype: torch.dtype, nested:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     case, trace = CASES[case_name], Trace()
+    plain_model = case.model(dtype)
+    frozen = any(not p.requires_grad for p in plain_model.parameters())
     model = FullyShardedDataParallel(
-        case.model(dtype),
+        plain_model,
         auto_wrap_policy=ModuleWrapPolicy(set(case.unit_classes)) if nested else None,
         device_id=torch.device("cpu"),  # without it, torch's class asks for an accelerator
-        use_orig_params=True,  # its flat form refuses frozen parameters beside trainable ones
+        use_orig_params=frozen,  # the flat form refuses frozen parameters beside trainable ones
     )
-    # torch's class gives frozen parameters a gradient of zeros: AdamW would let them decay.
-    trainable = [name for name, p in case.model(dtype).named_parameters() if p.requires_grad]
+    # In the other form frozen ones get a gradient of zeros: AdamW would let them decay.
     optimizer = OPTIMIZERS[optimizer_name](p for p in model.parameters() if p.requires_grad)
     for batch in case.batches(STEPS, dtype):
         optimizer.zero_grad()
@@ -231,14 +232,35 @@ def torch_fsdp1(case_name: str, optimizer_name: str, dtype: torch.dtype, nested:
         loss = case.loss(model(mine), mine)
         loss.backward()
         trace.losses.append(mean_over_ranks(loss))
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
-            gradients = gradients_of(model)
-        trace.gradients.append({n: g for n, g in gradients.items() if n in trainable})
+        # With use_orig_params torch aborts when one rank's shard is nothing but padding.
+        trace.gradients.append({} if frozen else torch_fsdp1_gradients(model))
         optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         trace.weights = copies(model.named_parameters())
     trace.buffers = copies(model.named_buffers())
     return trace
+
+
+def torch_fsdp1_gradients(model: nn.Module) -> Gradients:
+    """Gather the gradients of torch's class, under plain names. Collective."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    gradients: Gradients = {}
+    for name, unit in model.named_modules():
+        if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
+            continue
+        flat, prefix = unit._handle.flat_param, plain_name(name + ".").lstrip(".")
+        full = flat.grad
+        if full is not None and unit._handle.uses_sharded_strategy:
+            pieces = [torch.empty_like(full) for _ in range(dist.get_world_size())]
+            dist.all_gather(pieces, full.detach())
+            full = torch.cat(pieces)
+        offset = 0
+        for fqn, numel, shape in zip(flat._fqns, flat._numels, flat._shapes, strict=True):
+            piece = None if full is None else full[offset : offset + numel].view(shape).clone()
+            gradients[prefix + fqn] = piece
+            offset += numel
+    return gradients
 
 
 # ---------------------------------------------------------------- comparing
