@@ -46,6 +46,9 @@ from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.rank_group import RankGroup
 
 
+_TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatParameter.grad extends
+
+
 def _take_gradient(flat_param: weakref.ref[FlatParameter], index: int, leaf: torch.Tensor) -> None:
     """What autograd calls when a parameter's gradient is complete."""
     owner = flat_param()
