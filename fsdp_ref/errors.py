@@ -151,6 +151,12 @@ class SilentRanksError(FSDPError, RuntimeError):
     code = "FSDP204"
 
 
+class GroupNotCreatedError(FSDPError, RuntimeError):
+    """A process group was needed before the outermost unit had created it."""
+
+    code = "FSDP205"
+
+
 # 3xx: a training step
 
 

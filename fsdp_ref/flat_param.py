@@ -45,7 +45,6 @@ from fsdp_ref.layout import FlatLayout
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.rank_group import RankGroup
 
-
 _TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatParameter.grad extends
 
 
@@ -263,3 +262,16 @@ class FlatParameter(nn.Parameter):
     def discard_gradient(self) -> None:
         """Forget everything of an unfinished backward."""
         self._reset_step_state()
+
+
+def flatten(
+    originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device | None
+) -> list[FlatParameter]:
+    """Make one flat parameter per dtype and `requires_grad`; on ``device``, or where they are."""
+    by_kind: dict[Any, list[OriginalParameter]] = {}
+    for original in originals:
+        by_kind.setdefault(original.kind, []).append(original)
+    return [
+        FlatParameter(same_kind, group, device or same_kind[0].parameter.device)
+        for same_kind in by_kind.values()
+    ]

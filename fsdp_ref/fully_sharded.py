@@ -16,7 +16,6 @@ and the end of the backward.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
@@ -32,19 +31,17 @@ from fsdp_ref.errors import (
     RootOnlyError,
     SummonContextError,
 )
-from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.flat_param import flatten
 from fsdp_ref.full_params import full_parameters
 from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import watch_optimizers
 from fsdp_ref.originals import (
-    OriginalParameter,
     collect_originals,
-    own_modules,
+    move_buffers,
     refuse_module,
     refuse_parameters,
 )
-from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.schedule import RootSchedule
 from fsdp_ref.state_dict import (
@@ -55,7 +52,7 @@ from fsdp_ref.state_dict import (
     take_own_values,
 )
 from fsdp_ref.states import Phase
-from fsdp_ref.unit import Unit
+from fsdp_ref.unit import Unit, describe_units
 from fsdp_ref.wrapping import apply_policy
 
 
@@ -128,8 +125,8 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         device = None if device_id is None else torch.device(device_id)
         if device is not None:
-            _move_buffers(module, device)
-        flat_params = _flatten(collect_originals(module), group, device)
+            move_buffers(module, device)
+        flat_params = flatten(collect_originals(module), group, device)
         self._registered = RegisteredNames(self, flat_params)
         self._unit = Unit(name, flat_params, group, self._registered)
         self._schedule: RootSchedule | None = None
@@ -180,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
         return self if outer is None else outer._root()
 
     def _set_up(self) -> RootSchedule:
-        """Name the units, compare them across ranks, create their groups. Collective, once."""
+        """Name the units, create their groups, compare them across ranks. Collective, once."""
         root = self._root()
         if root._schedule is None:
             units = []
@@ -188,9 +185,10 @@ class FullyShardedDataParallel(nn.Module):
                 if isinstance(part, FullyShardedDataParallel):
                     part._unit.name = clean_name(name)
                     units.append(part._unit)
-            ranks = root._unit.group.ranks
-            agreement.compare("structure of the model", _describe(units), ranks)
+            # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([unit.group for unit in units])
+            ranks = root._unit.group.ranks
+            agreement.compare("structure of the model", describe_units(units), ranks)
             root._schedule = RootSchedule(
                 units,
                 root._unit.group,
@@ -522,37 +520,3 @@ class FullyShardedDataParallel(nn.Module):
                 found="an inner unit",
                 fix="Call it on the model that you wrapped last.",
             )
-
-
-def _flatten(
-    originals: list[OriginalParameter], group: RankGroup, device: torch.device | None
-) -> list[FlatParameter]:
-    """Make one flat parameter per dtype and `requires_grad`."""
-    by_kind: OrderedDict[Any, list[OriginalParameter]] = OrderedDict()
-    for original in originals:
-        by_kind.setdefault(original.kind, []).append(original)
-    return [
-        FlatParameter(same_kind, group, device or same_kind[0].parameter.device)
-        for same_kind in by_kind.values()
-    ]
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for _, part in own_modules(module):
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(device)
-
-
-def _describe(units: Sequence[Unit]) -> str:
-    """Write down what all ranks must have in common, one fact in each line."""
-    lines = []
-    for unit in units:
-        lines.append(f"{unit.where} over {unit.group.size} ranks")
-        for flat_param in unit.flat_params:
-            kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
-            lines += [
-                f"{unit.where}: '{slot.name}' {slot.shape} {kind}"
-                for slot in flat_param._layout.slots
-            ]
-    return "\n".join(lines)

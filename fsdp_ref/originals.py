@@ -74,6 +74,14 @@ def collect_originals(module: nn.Module) -> list[OriginalParameter]:
     return list(found.values())
 
 
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the unit's buffers, which are never sharded, to ``device``."""
+    for _, part in own_modules(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+
 def refuse_module(module: nn.Module, where: str) -> None:
     """Raise if ``module`` cannot be a unit.
 

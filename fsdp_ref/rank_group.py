@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
-from fsdp_ref.errors import ShardStateError
+from fsdp_ref.errors import GroupNotCreatedError
 
 
 @dataclass(eq=False)
@@ -47,10 +47,10 @@ class RankGroup:
         """The live process group; local, it never creates one.
 
         Raises:
-            ShardStateError: If the group was not created yet.
+            GroupNotCreatedError: If the group was not created yet.
         """
         if self.process_group is None:
-            raise ShardStateError.at(
+            raise GroupNotCreatedError.at(
                 f"group of ranks {list(self.ranks)}",
                 expected="a live process group",
                 found="a group that was not created yet",

@@ -378,3 +378,17 @@ def _tensors(output: Any) -> list[Tensor]:
             for part in fields(leaf):
                 found += _tensors(getattr(leaf, part.name))
     return found
+
+
+def describe_units(units: Sequence[Unit]) -> str:
+    """Write down what all ranks must have in common, one fact in each line."""
+    lines = []
+    for unit in units:
+        lines.append(f"{unit.where} over {unit.group.size} ranks")
+        for flat_param in unit.flat_params:
+            kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
+            lines += [
+                f"{unit.where}: '{slot.name}' {slot.shape} {kind}"
+                for slot in flat_param._layout.slots
+            ]
+    return "\n".join(lines)

@@ -349,7 +349,7 @@ def test_a_rank_that_does_not_take_part_is_named():
 
 
 def test_a_group_that_was_not_created_says_so():
-    with provokes(RankGroup.live, errors.ShardStateError, match="not created yet"):
+    with provokes(RankGroup.live, errors.GroupNotCreatedError, match="not created yet"):
         _ = RankGroup((0, 1), 0).live
 
 
