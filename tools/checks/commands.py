@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tools.checks.pages import docstring_texts
-from tools.checks.raises import provoking_files
+from tools.checks.raises import provoking_tests
 from tools.checks.result import Result
 from tools.paths import pages, shown
 from tools.prebuild import inventory, prebuild
@@ -45,7 +45,7 @@ def check_prebuild(root: Path) -> Result:
     try:
         prebuild(root, fresh=True)
         changed = prebuild(root)
-    except (PrebuildError, SnippetError) as error:
+    except (PrebuildError, SnippetError, RuntimeError) as error:
         return Result("generated pages", [str(error)])
     files = [path for path in (root / "site" / "generated").rglob("*") if path.is_file()]
     problems = [
@@ -89,21 +89,19 @@ def check_examples(root: Path) -> Result:
 
 def check_provocations(root: Path) -> Result:
     """Run the tests that provoke the documented errors."""
-    files = [shown(path, root) for path in provoking_files(root)]
-    if not files:
+    tests = provoking_tests(root)
+    if not tests:
         return Result("0 tests", ["tests/test_errors.py:1: no test provokes a documented error"])
-    done = run(["pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *files], root)
-    last = (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1]
+    files = sorted({test.partition("::")[0] for test in tests})
+    done = run(["pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests], root)
+    last = (done.stdout.strip().splitlines() or [done.stderr])[-1].strip("= ")
     problems = []
     if done.returncode != 0:
-        problems = [
-            f"{files[0]}:1: a promised error did not come:\n{indented(done.stdout[-4000:])}"
-        ]
+        told = indented(done.stdout[-4000:])
+        problems = [f"{files[0]}:1: a promised error did not come:\n{told}"]
     if " skipped" in last:
-        problems.append(
-            f"{files[0]}:1: tests of errors were skipped, so they prove nothing: {last}"
-        )
-    return Result(f"{last.strip('= ')} in {', '.join(files)}", problems)
+        problems.append(f"{files[0]}:1: a skipped test proves nothing: {last}")
+    return Result(f"{last} in {len(files)} files", problems)
 
 
 def check_build(root: Path) -> Result:

@@ -19,6 +19,7 @@ from tools import docstrings
 from tools.checks.docstring_form import shown_objects
 from tools.checks.result import Result
 from tools.checks.snippet_form import dotted
+from tools.paths import shown
 
 PROMISES = (griffe.DocstringSectionKind.raises, griffe.DocstringSectionKind.warns)
 
@@ -55,10 +56,29 @@ def test_files(root: Path) -> list[Path]:
     return sorted((root / "tests").rglob("test_*.py"))
 
 
-def provoking_files(root: Path) -> list[Path]:
-    """Return the test files that provoke an error of the package."""
+def provoking_tests(root: Path) -> list[str]:
+    """Return the tests that provoke an error of the package, as pytest names them."""
     package = docstrings.load(root)
-    return [path for path in test_files(root) if pairs_in(path, package)]
+    found = []
+    for path in test_files(root):
+        if pairs_in(path, package):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = [name for name in reaching(tree, "provokes") if name.startswith("test_")]
+            found += [f"{shown(path, root)}::{name}" for name in names]
+    return found
+
+
+def reaching(tree: ast.Module, name: str) -> list[str]:
+    """Return the file's functions that mention a name, directly or through one another."""
+    mentions = {
+        node.name: {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    reached = {name}
+    while more := {f for f, used in mentions.items() if used & reached} - reached:
+        reached |= more
+    return [function for function in mentions if function in reached]
 
 
 def provocations(root: Path, package: griffe.Module) -> set[tuple[str, str]]:

@@ -14,7 +14,7 @@ def main() -> int:
     """Generate; print what changed, or what stands in the way."""
     try:
         changed = prebuild(ROOT, fresh="--fresh" in sys.argv[1:])
-    except (PrebuildError, SnippetError) as error:
+    except (PrebuildError, SnippetError, RuntimeError) as error:
         print(f"FAIL {error}")
         return 1
     print(f"site/generated: {len(changed)} files changed")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.prebuild.fragments import PrebuildError
+from tools.prebuild.recorded import recorded_output
 from tools.prebuild.tables import table
 from tools.prebuild.writer import Generated
-from tools.recorded import recorded_output
 from tools.snippet_files import Snippet
 
 SNIPPET = "attributes/walk_one_step"
