@@ -73,6 +73,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     timeout: float = 60.0,
+    dist_timeout: float = DIST_TIMEOUT,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` gloo ranks and return what each rank returned.
@@ -85,6 +86,7 @@ def run_ranks(
         fn: A function that can be imported by name: top level, or a method of a class.
         *args: Its arguments; pickled, so tensors are copied.
         timeout: Seconds after which ranks that have not answered are cut off.
+        dist_timeout: Seconds that one collective may take inside a rank.
         env: Extra environment variables for the ranks.
 
     Returns:
@@ -104,6 +106,7 @@ def run_ranks(
         "main_file": getattr(sys.modules["__main__"], "__file__", None),
         "job": job,
         "timeout": timeout,
+        "dist_timeout": dist_timeout,
         "env": env or {},
         "path": [os.path.abspath(entry) for entry in sys.path],
         "cwd": os.getcwd(),
@@ -177,6 +180,7 @@ class _Server:
         self.owner = os.getpid()
         self.lock = threading.Lock()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["RANKS_EXPLAIN_ASSERTS"] = "1" if "pytest" in sys.modules else ""
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Its own session: Ctrl-C reaches the caller, who then closes the server's input.
@@ -271,6 +275,14 @@ def _serve() -> None:
         _send(answers, answer)
 
 
+def _explain_asserts() -> None:
+    """Let a failing `assert` on a rank show its values, as pytest does in its own process."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    install_importhook(get_config([])).mark_rewrite("tests")
+
+
 def _preload() -> None:
     """Import once what ranks would otherwise import each time."""
     import torch
@@ -282,6 +294,9 @@ def _preload() -> None:
     import torch.utils.checkpoint
 
     torch.set_num_threads(1)
+    if os.environ.get("RANKS_EXPLAIN_ASSERTS"):
+        with contextlib.suppress(Exception):  # pytest's own affair: plain asserts work as well
+            _explain_asserts()
 
 
 def _import_and_stay_pristine(module: str | None) -> None:
@@ -503,7 +518,7 @@ def _start_process_group(rank: int, port: int, request: dict[str, Any]) -> None:
             **request["env"],
         }
     )
-    limit = timedelta(seconds=DIST_TIMEOUT)
+    limit = timedelta(seconds=request["dist_timeout"])
     store = dist.TCPStore("127.0.0.1", port, size, False, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 

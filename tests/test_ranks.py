@@ -165,6 +165,16 @@ def test_after_a_failure_the_others_get_a_short_grace_not_the_whole_limit():
     assert "KeyError: 'gave up'" in str(caught.value)
 
 
+def asserts_something_false() -> None:
+    found = [1, 2]
+    assert found == [1, 3]
+
+
+def test_a_failing_assert_on_a_rank_shows_its_values():
+    with pytest.raises(RankFailure, match=r"assert \[1, 2\] == \[1, 3\]"):
+        run_ranks(1, asserts_something_false)
+
+
 def test_the_server_survives_every_failure():
     with pytest.raises(RankFailure):
         run_ranks(2, one_rank_aborts)
