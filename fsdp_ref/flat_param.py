@@ -141,6 +141,8 @@ class FlatParameter(nn.Parameter):
 
         Called at construction, and again when the shard has changed its dtype or device.
         """
+        for original in self._originals:  # first let go of the old memory, then ask for new
+            original.parameter.data = self.data.new_empty(0)
         self._full = self.data.new_empty(self._layout.padded_numel)
         for slot, original in zip(self._layout.slots, self._originals, strict=True):
             # `.data`: a plain view would share the version counter, and refilling the full

@@ -11,8 +11,8 @@ Run on any machine, no GPU needed:
 Expected output:
 
     bytes of the whole model: 2,105,344
-    built whole, then sharded: peak 2,434,304, kept 526,336
-    built piece by piece:      peak 1,052,672, kept 526,336
+    built whole, then sharded: peak 2,172,160, kept 526,336
+    built piece by piece:      peak 790,528, kept 526,336
 """
 
 # --8<-- [start:body]
