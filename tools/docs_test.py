@@ -130,6 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"no check is called {unknown[0]!r}; there are: {', '.join([*CHECKS, SNIPPETS])}"
         )
+    snippets.end_cleanly()
     start = time.monotonic()
     passed = 0
     for number, name in enumerate(wanted, 1):
