@@ -37,7 +37,8 @@ def total_norm(
     dtype = torch.float32  # of all ranks alike, so not that of the gradients that are there
     for flat_param in flat_params:
         dtype = torch.promote_types(dtype, flat_param.dtype)
-    gradients = [p.grad.detach() for p in flat_params if p.grad is not None]
+    shards = [p._saved_grad_shard for p in flat_params]
+    gradients = [shard for shard in shards if shard is not None]
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in gradients]
     norms = [n.to(device) for n in norms] or [torch.zeros((), dtype=dtype, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -57,5 +58,6 @@ def scale_gradients(flat_params: Sequence[FlatParameter], norm: Tensor, max_norm
     # The small constant and the clamp are those of torch.nn.utils.clip_grad_norm_.
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for flat_param in flat_params:
-        if flat_param.grad is not None:
-            flat_param.grad.mul_(coefficient.to(flat_param.grad.device, flat_param.grad.dtype))
+        gradient = flat_param._saved_grad_shard
+        if gradient is not None:
+            gradient.mul_(coefficient.to(gradient.device, gradient.dtype))

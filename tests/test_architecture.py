@@ -16,6 +16,7 @@ ROOT = Path(fsdp_ref.__file__).parent
 ORDER = (
     "__init__",
     "fully_sharded",
+    "wrapper",
     "wrapping",
     "policies",
     "process_groups",
@@ -32,6 +33,7 @@ ORDER = (
     "schedule",
     "backward",
     "unit",
+    "inputs_outputs",
     "registered",
     "flat_param",
     "originals",
