@@ -138,7 +138,7 @@ def test_the_docstring_is_the_only_statement_of_command_and_promise(tmp_path):
     snippet = read(path.parent, "fsdp_ref")
     assert (snippet.processes, snippet.nodes) == (2, 1)
     assert snippet.promise == ("the sum is 1", "  a third is 0.333")
-    assert snippet.why == "everyone ends with the same sum."
+    assert snippet.why == "Everyone ends with the same sum."
     assert path.read_text().splitlines()[snippet.promise_line - 1] == "    the sum is 1"
 
 
