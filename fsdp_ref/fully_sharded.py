@@ -159,11 +159,24 @@ class FullyShardedDataParallel(Wrapper):
         return self._root() is self
 
     def _adopt_inner_units(self) -> None:
-        """Tell inner units who is around them."""
-        for part in self.fsdp_modules(self._fsdp_wrapped_module):
-            part._schedule = None
-            if part._outer is None or part._outer() is None:
-                part._outer = weakref.ref(self)
+        """Tell inner units who is around them, and what they are called from here."""
+        for name, part in self._named_units():
+            if part is not self:
+                part._rename(name)
+                part._schedule = None
+                if part._outer is None or part._outer() is None:
+                    part._outer = weakref.ref(self)
+
+    def _named_units(self) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+        """Yield this unit and all inner ones, outer first, under the plain model's names."""
+        for name, part in self.named_modules():
+            if isinstance(part, FullyShardedDataParallel):
+                yield clean_name(name), part
+
+    def _rename(self, name: str) -> None:
+        before, self._unit.name = self._unit.where, name
+        group = self._unit.group
+        group.asked = group.asked.replace(before, self._unit.where, 1)
 
     def _root(self) -> FullyShardedDataParallel:
         outer = None if self._outer is None else self._outer()
@@ -174,12 +187,9 @@ class FullyShardedDataParallel(Wrapper):
         root = self._root()
         if root._schedule is None:
             units = []
-            for name, part in root.named_modules():
-                if isinstance(part, FullyShardedDataParallel):
-                    before, part._unit.name = part._unit.where, clean_name(name)
-                    group = part._unit.group
-                    group.asked = group.asked.replace(before, part._unit.where, 1)
-                    units.append(part._unit)
+            for name, part in root._named_units():
+                part._rename(name)
+                units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([unit.group for unit in units])
             ranks = root._unit.group.ranks

@@ -68,7 +68,7 @@ class Wrapper(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: the copy would lose the hooks that reduce its gradients."""
         raise CopyError.at(
-            f"a wrapped {type(self.module).__name__}",
+            f"the unit around {type(self.module).__name__}",
             expected="a model that is not sharded yet",
             found="a copy of a sharded one",
             fix="Copy before wrapping, or build a second model and load state_dict() into it.",
@@ -77,7 +77,7 @@ class Wrapper(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: process groups and hooks cannot be pickled."""
         raise CopyError.at(
-            f"a wrapped {type(self.module).__name__}",
+            f"the unit around {type(self.module).__name__}",
             expected="something that can be pickled",
             found="a sharded model, which is bound to its ranks",
             fix="Save state_dict() instead, and load it into a model built anew.",
