@@ -10,9 +10,9 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    unit | ranks in its group | elements on each rank | versions of a weight after training
-    dense | 4 | 32 | 1
-    expert | 1 | 64 | 4
+    unit   | ranks in its group | elements on each rank | versions after training
+    dense  | 4                  | 32                    | 1
+    expert | 1                  | 64                    | 4
 """
 
 # --8<-- [start:body]
@@ -63,11 +63,11 @@ def show(name, group, elements, weight):
     """Print who shares a unit, how much of it one rank holds, and how many versions exist."""
     count = versions(weight)
     if rank == 0:
-        print(f"{name} | {group.size()} | {elements} | {count}")
+        print(f"{name:6} | {group.size():<18} | {elements:<21} | {count}")
 
 
 if rank == 0:
-    print("unit | ranks in its group | elements on each rank | versions of a weight after training")
+    print("unit   | ranks in its group | elements on each rank | versions after training")
 
 torch.manual_seed(0)
 model = FullyShardedDataParallel(
