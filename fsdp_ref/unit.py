@@ -14,13 +14,21 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather
+from fsdp_ref.collectives import (
+    PendingGather,
+    PendingReduction,
+    all_reduce,
+    bytes_per_all_reduce,
+    bytes_per_gather,
+    start_all_gather,
+)
 from fsdp_ref.errors import ShardStateError, SilentRanksError, WeightsChangedError
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.rank_group import Placement
 from fsdp_ref.recording import record, watch
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
@@ -89,13 +97,13 @@ class Unit:
         self,
         name: str,
         flat_params: Sequence[FlatParameter],
-        group: RankGroup,
+        placement: Placement,
         registered: RegisteredNames,
     ) -> None:
         """Start in SHARDED and IDLE; `schedule` is set when the root is set up."""
         self.name = name
         self.flat_params = list(flat_params)
-        self.group = group
+        self.group, self.placement = placement.shard, placement
         self.registered = registered
         self.index = 0  # position in the tree of units, equal on all ranks
         self.state = ShardState.SHARDED
@@ -348,6 +356,32 @@ class Unit:
             dtype=flat_param.dtype,
         )
 
+    def average_over_copies(self, flat_param: FlatParameter, shard: Tensor) -> Tensor:
+        """Add up a reduced gradient shard over the unit's copies, if there are any. Collective."""
+        replicate = self.placement.replicate
+        if replicate is None:
+            return shard
+        record(
+            self.name,
+            self.phase.value,
+            "all-reduce",
+            bytes_on_wire=bytes_per_all_reduce(shard, replicate),
+            group=replicate.ranks,
+            dtype=shard.dtype,
+        )
+        return all_reduce(shard, dist.ReduceOp.SUM, [replicate])
+
+    def versions_of_copies(self, flat_param: FlatParameter, mine: Tensor, tag: int) -> list[Tensor]:
+        """Ask the unit's other copies what they hold in place of ``mine``. Collective."""
+        replicate = self.placement.replicate
+        if replicate is None:
+            return []
+        all_of_them = mine.new_empty(replicate.size * mine.numel())
+        start_all_gather(all_of_them, mine, replicate, tag).wait()
+        record(self.name, self.phase.value, "all-gather", group=replicate.ranks, dtype=mine.dtype,
+               bytes_on_wire=bytes_per_gather(mine, replicate))  # fmt: skip
+        return list(all_of_them.view(replicate.size, -1))
+
 
 def _mark_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Alias all inputs that need a gradient; the aliases' backward says that the unit is through.
@@ -384,7 +418,8 @@ def describe_units(units: Sequence[Unit]) -> str:
     """Write down what all ranks must have in common, one fact in each line."""
     lines = []
     for unit in units:
-        lines.append(f"{unit.where} over {unit.group.size} ranks")
+        copies = f" in {unit.placement.copies} copies" if unit.placement.copies > 1 else ""
+        lines.append(f"{unit.where} over {unit.group.size} ranks{copies}")
         for flat_param in unit.flat_params:
             kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
             lines += [
