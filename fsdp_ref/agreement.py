@@ -106,7 +106,7 @@ def compare(
         GroupMembershipError: If this rank is not one of ``ranks``, or if there are others but
             no process group.
 
-    Example:
+    Examples:
         One rank agrees with itself, also without a process group.
 
         >>> compare("units", "layers.0\nlayers.1", ranks=[0])
@@ -145,7 +145,7 @@ def exchange(
         GroupMembershipError: If this rank is not one of ``ranks``, or if there are others but
             no process group.
 
-    Example:
+    Examples:
         >>> exchange("greeting", "hello", ranks=[0])
         ['hello']
     """
@@ -226,7 +226,7 @@ def describe_differences(texts: dict[int, str]) -> str:
         A clause for an error message. Where no text has a majority, that of the lowest rank
         counts as the common one.
 
-    Example:
+    Examples:
         >>> describe_differences({0: "a\nb", 1: "a\nc", 2: "a\nb"})
         'rank 1 with `c` in line 2 where ranks 0, 2 have `b`'
     """
@@ -269,7 +269,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     Returns:
         ``"rank 1"``, ``"ranks 0, 2"``, or ``"ranks 0 to 3"`` for three or more in a row.
 
-    Example:
+    Examples:
         >>> name_ranks([1]), name_ranks([0, 2]), name_ranks([0, 1, 2, 3])
         ('rank 1', 'ranks 0, 2', 'ranks 0 to 3')
     """

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.collectives import PendingReduction, all_reduce, bytes_per_all_reduce
+from fsdp_ref.copies import add_up_over_copies
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.recording import record
@@ -40,7 +41,7 @@ class _Reduction:
     def finish(self) -> None:
         """Wait for the result; take it over at once if this rank used the parameter."""
         if self.shard is None:
-            self.shard = self.unit.average_over_copies(self.flat_param, self.pending.wait())
+            self.shard = add_up_over_copies(self.unit, self.pending.wait())
             if self.used_here:
                 self.flat_param.accumulate(self.shard)
 

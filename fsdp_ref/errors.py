@@ -21,7 +21,18 @@ def this_rank() -> int:
 
 
 def explain(code: str, where: str, *, expected: str, found: str, fix: str) -> str:
-    """Compose one message: rank, code, place, expectation, finding, remedy."""
+    """Compose one message: rank, code, place, expectation, finding, remedy.
+
+    Args:
+        code: The stable code, such as `FSDP101`.
+        where: The unit or call.
+        expected: What should have been the case.
+        found: What was the case.
+        fix: What the reader should do, as a sentence.
+
+    Returns:
+        The message in one line.
+    """
     return f"[rank {this_rank()}] {code} {where}: expected {expected}, found {found}. {fix}"
 
 

@@ -62,6 +62,11 @@ class FlatParameter(nn.Parameter):
     of a model register it, so `model.parameters()` yields flat parameters and an optimizer
     built from them updates shards. You do not construct it yourself.
 
+    Args:
+        originals: The parameters to lay end to end, all of one dtype and `requires_grad`.
+        group: The ranks that share it.
+        device: Where the shard lives.
+
     Attributes:
         _is_sharded: Whether more than one rank shares it; `False` when its group has one rank.
             Exists from construction.
@@ -238,9 +243,13 @@ class FlatParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's shard of the gradient; clearing it also forgets unreduced gradients."""
-        gradient: Tensor | None = _TENSOR_GRAD.__get__(self)
-        return gradient
+        """This rank's shard of the mean gradient, `(shard_numel,)`.
+
+        Inside `no_sync` nothing is reduced yet: then it is the gradient of the whole unit,
+        `(padded_numel,)`. Setting it to `None`, as `zero_grad` does, forgets both.
+        """
+        reduced: Tensor | None = _TENSOR_GRAD.__get__(self)
+        return self._unsharded_grad if reduced is None and self.has_gradient else reduced
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -250,8 +259,8 @@ class FlatParameter(nn.Parameter):
 
     @property
     def _saved_grad_shard(self) -> Tensor | None:
-        in_progress = self._grad_in_progress
-        return in_progress if in_progress is not None else self.grad
+        reduced: Tensor | None = _TENSOR_GRAD.__get__(self)
+        return reduced if self._grad_in_progress is None else self._grad_in_progress
 
     # Single parameters
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.collectives import all_reduce, gather_versions_of_my_slice
+from fsdp_ref.copies import versions_of_copies
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
@@ -92,7 +93,7 @@ def write_back(units: Sequence[Unit], groups: Sequence[RankGroup]) -> None:
             tag = unit.tag(number, reduction=False)
             versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag)
             unit.record_collective("all-to-all", flat_param)
-            versions += unit.versions_of_copies(flat_param, versions[unit.group.rank], tag)
+            versions += versions_of_copies(unit, versions[unit.group.rank], tag)
             edits.append((flat_param, versions[unit.group.rank]))
             disagreeing.append(not all(_same(versions[0], version) for version in versions))
     names = [unit.where for unit in units for _ in unit.flat_params]

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref import agreement, process_groups
 from fsdp_ref.errors import (
-    CopyError,
     InnerUnitBeforeRootError,
     RootOnlyError,
     SummonContextError,
@@ -56,10 +55,11 @@ from fsdp_ref.state_dict import (
 from fsdp_ref.states import Phase
 from fsdp_ref.strategies import place
 from fsdp_ref.unit import Unit, describe_units
+from fsdp_ref.wrapper import Wrapper
 from fsdp_ref.wrapping import apply_policy
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Wrapper):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Collective: every rank constructs the same units, with the same arguments, in the same
@@ -100,7 +100,7 @@ class FullyShardedDataParallel(nn.Module):
         TiedParametersError: If a parameter would belong to two units.
         StrategyError: If there is no such strategy, or the groups do not fit it.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
         >>> model = FullyShardedDataParallel(nn.Linear(2, 3))
@@ -152,11 +152,6 @@ class FullyShardedDataParallel(nn.Module):
     # The tree of units
 
     @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
-
-    @property
     def process_group(self) -> ProcessGroup:
         """The live process group of this unit. Collective at first use: it may be created then."""
         self._set_up()
@@ -180,12 +175,23 @@ class FullyShardedDataParallel(nn.Module):
 
     def _adopt_inner_units(self) -> None:
         """Tell inner units who is around them, and what they are called from here."""
-        for name, part in self.named_modules():
-            if isinstance(part, FullyShardedDataParallel) and part is not self:
-                part._unit.name = clean_name(name)
+        for name, part in self._named_units():
+            if part is not self:
+                part._rename(name)
                 part._schedule = None
                 if part._outer is None or part._outer() is None:
                     part._outer = weakref.ref(self)
+
+    def _named_units(self) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+        """Yield this unit and all inner ones, outer first, under the plain model's names."""
+        for name, part in self.named_modules():
+            if isinstance(part, FullyShardedDataParallel):
+                yield clean_name(name), part
+
+    def _rename(self, name: str) -> None:
+        before, self._unit.name = self._unit.where, name
+        group = self._unit.group
+        group.asked = group.asked.replace(before, self._unit.where, 1)
 
     def _root(self) -> FullyShardedDataParallel:
         outer = None if self._outer is None else self._outer()
@@ -196,10 +202,9 @@ class FullyShardedDataParallel(nn.Module):
         root = self._root()
         if root._schedule is None:
             units = []
-            for name, part in root.named_modules():
-                if isinstance(part, FullyShardedDataParallel):
-                    part._unit.name = clean_name(name)
-                    units.append(part._unit)
+            for name, part in root._named_units():
+                part._rename(name)
+                units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([group for unit in units for group in unit.placement.groups])
             root._compare("structure of the model", describe_units(units))
@@ -460,64 +465,6 @@ class FullyShardedDataParallel(nn.Module):
             flat_param.point_originals_at_full()
         self._registered.follow_dtype_and_device()
         return self
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under names without the wrappers in between; see `nn.Module`.
-
-        Args:
-            *args: As for `nn.Module.named_parameters`.
-            **kwargs: As for `nn.Module.named_parameters`.
-
-        Yields:
-            Pairs of name and parameter: flat parameters, or the original ones inside
-            `summon_full_params`.
-        """
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield clean_name(name), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield buffers under names without the wrappers in between; see `nn.Module`.
-
-        Args:
-            *args: As for `nn.Module.named_buffers`.
-            **kwargs: As for `nn.Module.named_buffers`.
-
-        Yields:
-            Pairs of name and buffer.
-        """
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean_name(name), buffer
-
-    def __getattr__(self, name: str) -> Any:
-        """Find what the wrapper lacks in the wrapped module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Index the wrapped module, for example a `Sequential`."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: the copy would lose the hooks that reduce its gradients."""
-        raise CopyError.at(
-            self._unit.where,
-            expected="a model that is not sharded yet",
-            found="a copy of a sharded one",
-            fix="Copy before wrapping, or build a second model and load state_dict() into it.",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: process groups and hooks cannot be pickled."""
-        raise CopyError.at(
-            self._unit.where,
-            expected="something that can be pickled",
-            found="a sharded model, which is bound to its ranks",
-            fix="Save state_dict() instead, and load it into a model built anew.",
-        )
 
     def extra_repr(self) -> str:
         """Show the unit's size and who shares it."""

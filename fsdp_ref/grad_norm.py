@@ -43,10 +43,10 @@ def total_norm(
     infinite = norm_type == float("inf")
     total = torch.zeros((), dtype=dtype, device=device)
     for flat_param in flat_params:
-        if flat_param.grad is None:
+        gradient = flat_param._saved_grad_shard
+        if gradient is None:
             continue
-        norm = torch.linalg.vector_norm(flat_param.grad.detach(), norm_type, dtype=dtype)
-        norm = norm.to(device)
+        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).to(device)
         if infinite:
             total = torch.maximum(total, norm)
         else:
@@ -67,5 +67,6 @@ def scale_gradients(flat_params: Sequence[FlatParameter], norm: Tensor, max_norm
     # The small constant and the clamp are those of torch.nn.utils.clip_grad_norm_.
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for flat_param in flat_params:
-        if flat_param.grad is not None:
-            flat_param.grad.mul_(coefficient.to(flat_param.grad.device, flat_param.grad.dtype))
+        gradient = flat_param._saved_grad_shard
+        if gradient is not None:
+            gradient.mul_(coefficient.to(gradient.device, gradient.dtype))

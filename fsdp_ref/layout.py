@@ -44,7 +44,7 @@ class FlatLayout:
         slots: One entry per original parameter, in order, without gaps.
         world_size: Number of ranks that share the flat parameter.
 
-    Example:
+    Examples:
         Ten elements on four ranks: three each, so rank 3 owns two of padding.
 
         >>> layout = FlatLayout.of([("weight", (4, 2)), ("bias", (2,))], world_size=4)
@@ -69,7 +69,7 @@ class FlatLayout:
         Raises:
             ValueError: If ``world_size`` is below 1.
 
-        Example:
+        Examples:
             >>> FlatLayout.of([("w", (2, 3)), ("b", (2,))], world_size=2).slots[1]
             ParameterSlot(name='b', shape=(2,), offset=6)
         """
@@ -117,7 +117,7 @@ class FlatLayout:
         Raises:
             ValueError: If ``rank`` is outside the shard group.
 
-        Example:
+        Examples:
             >>> FlatLayout.of([("weight", (5,))], world_size=2).shard_range(1)
             (3, 6)
         """
@@ -139,7 +139,7 @@ class FlatLayout:
         Raises:
             ValueError: If ``rank`` is outside the shard group.
 
-        Example:
+        Examples:
             The bias starts at element 6; rank 1 of 2 owns elements 4 to 8.
 
             >>> layout = FlatLayout.of([("w", (2, 3)), ("b", (2,))], world_size=2)

@@ -23,7 +23,7 @@ def unit_name_scope(path: str) -> Iterator[None]:
     Yields:
         Nothing; the name is in force until the context ends, also by an exception.
 
-    Example:
+    Examples:
         >>> with unit_name_scope("layers.0"):
         ...     current_unit_name()
         'layers.0'
@@ -51,7 +51,7 @@ def where_is(name: str) -> str:
     Returns:
         The unit's full name, or the argument that is being followed where it has none.
 
-    Example:
+    Examples:
         >>> with unit_name_scope("encoder"):
         ...     where_is("layers.0")
         "unit 'encoder.layers.0'"

@@ -49,7 +49,7 @@ def size_based_auto_wrap_policy(
     Returns:
         The answer to the question that `recurse` says.
 
-    Example:
+    Examples:
         A linear layer of ten inputs and five outputs has 55 parameters, bias included.
 
         >>> size_based_auto_wrap_policy(nn.Linear(10, 5), False, 55, min_num_params=50)
@@ -95,7 +95,7 @@ def default_auto_wrap_policy(
     Returns:
         The answer to the question that `recurse` says.
 
-    Example:
+    Examples:
         >>> default_auto_wrap_policy(nn.ReLU(), False, 0, True, skip_params_check_for_root=True)
         True
     """
@@ -126,7 +126,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     Returns:
         `True`.
 
-    Example:
+    Examples:
         >>> always_wrap_policy(nn.Linear(2, 2), recurse=False, nonwrapped_numel=6)
         True
     """
@@ -143,7 +143,7 @@ class ModuleWrapPolicy:
         PolicyError: If something else than module classes is given.
         ContainerWithoutForwardError: If a class is a container without a `forward`.
 
-    Example:
+    Examples:
         >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.Embedding})
         >>> policy(nn.Embedding(4, 2)), policy(nn.Linear(2, 2))
         (True, False)
@@ -186,7 +186,7 @@ class CustomPolicy:
         lambda_fn: Takes a module; returns `True`, `False`, or a dict of constructor arguments
             for the unit that the module becomes.
 
-    Example:
+    Examples:
         >>> policy = CustomPolicy(
         ...     lambda module: {"process_group": "self"} if isinstance(module, nn.Linear) else False
         ... )

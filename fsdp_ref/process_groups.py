@@ -125,7 +125,7 @@ def rank_lists(word: str, world_size: int, local_world_size: int | None = None) 
         GroupWordError: If the word is unknown, its number does not divide the world size, or
             the local world size is needed and unknown.
 
-    Example:
+    Examples:
         >>> rank_lists("set2", world_size=4)
         [[0, 1], [2, 3]]
         >>> rank_lists("mod2", world_size=4)
@@ -200,7 +200,7 @@ def table(word: str, world_size: int, local_world_size: int | None = None) -> st
     Raises:
         GroupWordError: If the word does not make groups of this world.
 
-    Example:
+    Examples:
         >>> print(table("local_rank_across_nodes", world_size=8, local_world_size=4))
         local_rank_across_nodes on 8 ranks: 4 groups of 2
           0 4
@@ -241,7 +241,7 @@ def resolve(
         GroupWordError: If the word is unknown or does not divide the world, or if a list names
             ranks twice or ranks that do not exist.
 
-    Example:
+    Examples:
         >>> resolve("set2", where="unit 'expert'", world_size=4).ranks
         (0, 1)
     """

@@ -24,7 +24,7 @@ class RankGroup:
         process_group: The live group, or `None` until `process_groups.create` has made it.
         asked: How the group was asked for, for messages, such as `"process_group='node'"`.
 
-    Example:
+    Examples:
         Half of four ranks, seen by global rank 3. No process is needed for this much.
 
         >>> group = RankGroup(ranks=(2, 3), rank=1)

@@ -45,7 +45,7 @@ class Event:
     live_unsharded_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)  # two that recorded the same are still two
 class Timeline:
     """The recorded events, in order.
 
@@ -97,7 +97,7 @@ def timeline() -> Iterator[Timeline]:
     Yields:
         The [Timeline][fsdp_ref.recording.Timeline], filled while the context is open.
 
-    Example:
+    Examples:
         >>> with timeline() as recorded:
         ...     pass
         >>> recorded.lines()

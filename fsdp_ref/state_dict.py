@@ -20,7 +20,7 @@ WRAPPED = "_fsdp_wrapped_module."
 def clean_name(name: str) -> str:
     """Return a parameter's or module's name without the wrappers in between.
 
-    Example:
+    Examples:
         >>> clean_name("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight")
         'layers.0.weight'
     """

@@ -29,6 +29,7 @@ from fsdp_ref.rank_group import Placement, RankGroup
 
 _KEPT_WHOLE = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
 _HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+PLACE_ARGUMENTS = ("sharding_strategy", "process_group", "device_mesh")
 _NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *_HYBRID)
 
 
@@ -64,22 +65,22 @@ def strategy_name(strategy: Any, where: str) -> str:
 
 
 def place(
-    strategy: Any,
-    process_group: Any,
+    sharding_strategy: Any = None,
+    process_group: Any = None,
+    device_mesh: DeviceMesh | None = None,
     *,
     where: str,
-    device_mesh: DeviceMesh | None = None,
 ) -> Placement:
     """Turn the arguments of a unit into the ranks that share and copy it. Local.
 
     Args:
-        strategy: As for [strategy_name][fsdp_ref.strategies.strategy_name].
+        sharding_strategy: As for [strategy_name][fsdp_ref.strategies.strategy_name].
         process_group: As for [resolve][fsdp_ref.process_groups.resolve]; a hybrid strategy
             takes a pair of such, the ranks that share and the ranks that copy. `None` means
             one host and, across hosts, the ranks of equal local rank.
-        where: Who asks, for messages.
         device_mesh: In place of `process_group`: one dimension, or for hybrid strategies two,
             of which the first copies and the second shares.
+        where: Who asks, for messages.
 
     Returns:
         The placement; its groups may not be live yet.
@@ -90,7 +91,7 @@ def place(
         GroupMembershipError: If this rank is not in a group.
         GroupWordError: If a word does not divide the world.
     """
-    name = strategy_name(strategy, where)
+    name = strategy_name(sharding_strategy, where)
     asked: Any = process_group
     if device_mesh is not None:
         asked = _from_mesh(device_mesh, process_group, where)

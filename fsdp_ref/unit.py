@@ -10,24 +10,15 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fsdp_ref.collectives import (
-    PendingGather,
-    PendingReduction,
-    all_reduce,
-    bytes_per_all_reduce,
-    bytes_per_gather,
-    start_all_gather,
-)
+from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather
 from fsdp_ref.errors import ShardStateError, SilentRanksError, WeightsChangedError
 from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.inputs_outputs import alias_inputs, tensors_in
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.recording import record, watch
 from fsdp_ref.registered import RegisteredNames
@@ -245,13 +236,13 @@ class Unit:
         if not torch.is_grad_enabled():
             return None, args, kwargs
         call = Call(self, forward, self.generations())
-        args, kwargs = _mark_inputs(call, args, kwargs)
+        call.marked_inputs, args, kwargs = alias_inputs(args, kwargs, call.passed_an_input)
         return call, args, kwargs
 
     def post_forward(self, call: Call | None, output: Any) -> Any:
         """Watch the outputs for their gradient, and drop the parameters if the schedule says so."""
         self.leave_forward()
-        watched = [] if call is None else [t for t in _tensors(output) if t.requires_grad]
+        watched = [] if call is None else [t for t in tensors_in(output) if t.requires_grad]
         if watched and call is not None:
             call.end = next(_moments)
             self.calls.append(call)
@@ -355,63 +346,6 @@ class Unit:
             group=self.group.ranks,
             dtype=flat_param.dtype,
         )
-
-    def average_over_copies(self, flat_param: FlatParameter, shard: Tensor) -> Tensor:
-        """Add up a reduced gradient shard over the unit's copies, if there are any. Collective."""
-        replicate = self.placement.replicate
-        if replicate is None:
-            return shard
-        record(
-            self.name,
-            self.phase.value,
-            "all-reduce",
-            bytes_on_wire=bytes_per_all_reduce(shard, replicate),
-            group=replicate.ranks,
-            dtype=shard.dtype,
-        )
-        return all_reduce(shard, dist.ReduceOp.SUM, [replicate])
-
-    def versions_of_copies(self, flat_param: FlatParameter, mine: Tensor, tag: int) -> list[Tensor]:
-        """Ask the unit's other copies what they hold in place of ``mine``. Collective."""
-        replicate = self.placement.replicate
-        if replicate is None:
-            return []
-        all_of_them = mine.new_empty(replicate.size * mine.numel())
-        start_all_gather(all_of_them, mine, replicate, tag).wait()
-        record(self.name, self.phase.value, "all-gather", group=replicate.ranks, dtype=mine.dtype,
-               bytes_on_wire=bytes_per_gather(mine, replicate))  # fmt: skip
-        return list(all_of_them.view(replicate.size, -1))
-
-
-def _mark_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Alias all inputs that need a gradient; the aliases' backward says that the unit is through.
-
-    Autograd runs later operations first, so everything the unit did in this call, and in every
-    later one, has been differentiated by then. Counting parameters instead would go wrong as
-    soon as two ranks use different ones. An alias that never gets a gradient, or that the
-    module overwrites in place, does no harm: the unit is then reduced with the one before it.
-    """
-    leaves, structure = tree_flatten((args, kwargs))
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[index] = alias = leaf.view_as(leaf)
-            assert alias.grad_fn is not None  # for the type checker: it requires a gradient
-            alias.grad_fn.register_hook(lambda *_: call.passed_an_input())
-            call.marked_inputs += 1
-    args, kwargs = tree_unflatten(leaves, structure)
-    return args, kwargs
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """Find the tensors in an output: in containers, and in the fields of dataclasses."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for part in fields(leaf):
-                found += _tensors(getattr(leaf, part.name))
-    return found
 
 
 def describe_units(units: Sequence[Unit]) -> str:

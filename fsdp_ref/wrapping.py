@@ -126,7 +126,6 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from fsdp_ref import process_groups
 from fsdp_ref.errors import (
     AlreadyWrappedError,
     FSDPError,
@@ -148,6 +147,7 @@ from fsdp_ref.policies import (
     sees_sizes,
     size_based_auto_wrap_policy,
 )
+from fsdp_ref.strategies import PLACE_ARGUMENTS, place
 
 __all__ = [
     "CustomPolicy",
@@ -199,7 +199,7 @@ def enable_wrap(*, wrapper_cls: Wrapper, **kwargs: Any) -> Iterator[None]:
             arguments, or if a context is open already. Contexts do not nest, because then
             nobody could say which arguments a unit has.
 
-    Example:
+    Examples:
         >>> class Unit(nn.Module):
         ...     def __init__(self, module, process_group=None):
         ...         super().__init__()
@@ -251,7 +251,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     Raises:
         WrapContextError: If the wrapper does not take one of the arguments.
 
-    Example:
+    Examples:
         >>> layer = nn.Linear(2, 2)
         >>> wrap(layer) is layer
         True
@@ -302,7 +302,7 @@ def auto_wrap(
     Warns:
         PolicyMatchedNothingWarning: If a policy by class or by a rule selects no module.
 
-    Example:
+    Examples:
         >>> block = nn.Sequential(nn.Linear(10, 20), nn.ReLU())
         >>> auto_wrap(block, min_num_params=100) is block
         True
@@ -354,7 +354,7 @@ def apply_policy(
     Warns:
         PolicyMatchedNothingWarning: If the policy selects no module.
 
-    Example:
+    Examples:
         >>> class Unit(nn.Module):
         ...     def __init__(self, module):
         ...         super().__init__()
@@ -411,8 +411,9 @@ def _plan(
     if is_unit_class(wrapper_cls):
         refuse_parameters(collect_originals(root), where_is(""))
         for unit in units:
-            group = {**defaults, **unit.overrides}.get("process_group")
-            process_groups.resolve(group, where=where_is(unit.name))
+            chosen = {**defaults, **unit.overrides}
+            ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
+            place(**ranks, where=where_is(unit.name))
     return units
 
 

@@ -260,7 +260,7 @@ def test_a_name_that_torch_lacks_is_refused():
     assert inventory.role("torch.nn.Module") == "class"
     assert inventory.role("torch.distributed.fsdp.fully_shard") == "function"
     with pytest.raises((AttributeError, ImportError)):
-        inventory.role("torch.nn.Modul")
+        inventory.role("torch.nn.NoSuchName")  # misspelt on purpose
 
 
 # The README's program is shown by no page, but it is the first that a visitor copies

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -136,7 +138,7 @@ def test_the_docstring_is_the_only_statement_of_command_and_promise(tmp_path):
     snippet = read(path.parent, "fsdp_ref")
     assert (snippet.processes, snippet.nodes) == (2, 1)
     assert snippet.promise == ("the sum is 1", "  a third is 0.333")
-    assert snippet.why == "everyone ends with the same sum."
+    assert snippet.why == "Everyone ends with the same sum."
     assert path.read_text().splitlines()[snippet.promise_line - 1] == "    the sum is 1"
 
 
@@ -272,6 +274,35 @@ def test_a_hang_is_cut_off_shows_where_each_rank_was_and_leaves_no_process(tmp_p
     for rank in "01":
         pid = int(Path(f"{marker}{rank}").read_text())
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_a_termination_signal_stops_what_was_started(tmp_path):
+    marker = tmp_path / "pid"
+    work = f"""\
+        import time
+        open({str(marker)!r} + str(dist.get_rank()), "w").write(str(os.getpid()))
+        time.sleep(600)"""
+    write_snippet(tmp_path, work=work)
+    for name in ("tools", "fsdp_ref"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    program = (
+        "import sys; from pathlib import Path; from tools import snippets\n"
+        "from tools.snippet_files import read_all\n"
+        "root = Path(sys.argv[1]); snippets.end_cleanly()\n"
+        "todo = snippets.plan(read_all(root), [], literal=False, gpus=0)\n"
+        "snippets.execute(todo, root)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 60
+        while not Path(f"{marker}1").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.2)
+        process.terminate()
+        process.wait(30)
+    for path in tmp_path.glob("pid*"):
+        stat = Path(f"/proc/{path.read_text()}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_output_from_several_ranks_is_refused(tmp_path, run_alone):

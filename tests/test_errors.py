@@ -360,7 +360,7 @@ def summon_pieces() -> None:
     with model.summon_full_params():
         with (
             provokes(full_params.full_parameters, errors.SummonContextError) as caught,
-            full_params.full_parameters(units, writeback=False),
+            full_params.full_parameters(units, units[0].group, writeback=False),
         ):
             pass
         assert_complete(caught.message, "FSDP402", "unit 'root'", "entered again")

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from fsdp_ref.errors import ShardStateError
-from fsdp_ref.full_params import RegisteredNames
 from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
 from fsdp_ref.unit import Unit
 from tests.provoked import provokes

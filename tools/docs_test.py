@@ -17,6 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tools import running, snippets
@@ -130,13 +131,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"no check is called {unknown[0]!r}; there are: {', '.join([*CHECKS, SNIPPETS])}"
         )
+    snippets.end_cleanly()
     start = time.monotonic()
     passed = 0
+    every_snippet = partial(run_snippets, options.names, literal=options.literal)
     for number, name in enumerate(wanted, 1):
-        if name == SNIPPETS:
-            check = lambda: run_snippets(options.names, literal=options.literal)  # noqa: E731
-        else:
-            check = lambda name=name: CHECKS[name](ROOT)  # noqa: E731
+        check = partial(CHECKS[name], ROOT) if name in CHECKS else every_snippet
         passed += report(name, number, len(wanted), check)
     failed = len(wanted) - passed
     verdict = f"{failed} of {len(wanted)} checks failed" if failed else f"{passed} checks passed"

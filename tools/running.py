@@ -41,6 +41,16 @@ RENDEZVOUS_TROUBLE = re.compile(
 )
 
 
+LEADERS: set[int] = set()
+"""Processes that lead the runs in progress; `stop_everything` ends them."""
+
+
+def stop_everything() -> None:
+    """Stop all runs in progress, with everything that they started."""
+    for pid in list(LEADERS):
+        processes.stop(pid)
+
+
 @dataclass(frozen=True)
 class Run:
     """One planned run of one file."""
@@ -120,7 +130,9 @@ class Launcher:
             env=dict(environment),
             text=True,
             bufsize=1,
+            start_new_session=True,
         )
+        LEADERS.add(self.process.pid)
 
     def run(self, request: dict[str, object], limit: float) -> tuple[int, bool]:
         """Run one file.
@@ -155,6 +167,7 @@ class Launcher:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+        LEADERS.discard(self.process.pid)
 
 
 def run_under_agent(run: Run, launcher: Launcher, limit: float = LIMIT_SECONDS) -> Outcome:
@@ -273,13 +286,16 @@ def start_node(
 def waited_for(started: list[subprocess.Popen[bytes]], deadline: float) -> tuple[list[int], bool]:
     """Wait for all processes; stop those that are late."""
     timed_out = False
+    LEADERS.update(process.pid for process in started)
     for process in started:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             timed_out = True
             processes.stop(process.pid)
-    return [process.wait() for process in started], timed_out
+    codes = [process.wait() for process in started]
+    LEADERS.difference_update(process.pid for process in started)
+    return codes, timed_out
 
 
 def free_port() -> int:

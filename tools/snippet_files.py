@@ -173,11 +173,16 @@ def read(folder: Path, api: str) -> Snippet:
         api=api,
         path=path,
         title=prose[0],
-        why=why[0].removeprefix("Why: ") if why else "",
+        why=sentence(why[0].removeprefix("Why: ")) if why else "",
         command=command,
         promise=tuple(promise),
         promise_line=first_line + start,
     )
+
+
+def sentence(text: str) -> str:
+    """Begin a text with a capital letter."""
+    return text[:1].upper() + text[1:]
 
 
 def docstring_of(path: Path) -> tuple[str, int]:

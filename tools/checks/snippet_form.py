@@ -80,8 +80,8 @@ def section_faults(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, st
         seen[match["name"]] = number
     for name in sorted(started.keys() | ended.keys()):
         if started.get(name, sys.maxsize) >= ended.get(name, 0):
-            line = started.get(name, ended.get(name, 1))
-            yield line, f"section {name} needs one start and, below it, one end"
+            where = started.get(name, ended.get(name, 1))
+            yield where, f"section {name} needs one start and, below it, one end"
     yield from body_faults(tree, started.get("body", 0), ended.get("body", 0))
 
 
@@ -121,10 +121,11 @@ def import_faults(tree: ast.Module, snippet: Snippet) -> Iterator[tuple[int, str
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or "."]
+        where = getattr(node, "lineno", 1)
         for name in names:
             package = name.partition(".")[0]
             if package not in allowed and package not in sys.stdlib_module_names:
-                yield node.lineno, f"imports {name}, which the reader's folder may not have"
+                yield where, f"imports {name}, which the reader's folder may not have"
 
 
 def dotted(node: ast.expr) -> str:

@@ -7,6 +7,7 @@ import inspect
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import griffe
 
@@ -64,7 +65,7 @@ def errors() -> str:
     return table(["Code", "Class", "Is also a", "When"], rows) + "\n"
 
 
-def classes(module: ModuleType) -> list[type]:
+def classes(module: ModuleType) -> list[Any]:
     """Return the module's error classes, without the two bases that nobody raises."""
     found = [kind for kind in vars(module).values() if inspect.isclass(kind)]
     return [kind for kind in found if getattr(kind, "code", "FSDP000") != "FSDP000"]

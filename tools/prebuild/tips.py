@@ -29,7 +29,7 @@ def generate(tips: list[Tip], snippets: list[Snippet], root: Path, output: Gener
             module = tip.obj.module.path
             lines += [f"## `{module}`", ""]
         lines += [f"### {tip.title.rstrip('.')} {{ #{tip.anchor} }}", "", tip.claim, ""]
-        lines += [f"Said by [{short(tip)}][{tip.obj.path}].", ""]
+        lines += [f"From the docstring of [{short(tip)}][{tip.obj.path}].", ""]
         group = groups.get(tip.proof or "")
         if group:
             lines += proof(tip, group[0], found, root, page)

@@ -10,7 +10,9 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    TODO
+    unit | ranks in its group | elements on each rank | versions of a weight after training
+    dense | 4 | 32 | 1
+    expert | 1 | 64 | 4
 """
 
 # --8<-- [start:body]

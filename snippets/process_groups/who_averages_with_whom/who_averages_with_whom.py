@@ -10,7 +10,16 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    TODO
+    gradient of the                            ranks 0, 1, 2, 3
+    root on the default group                  [2.5, 2.5, 2.5, 2.5]
+    root on 'self'                             [1.0, 2.0, 3.0, 4.0]
+    root on [0, 1] and [2, 3]                  [1.5, 1.5, 3.5, 3.5]
+    unit on the default group                  [2.5, 2.5, 2.5, 2.5]
+        its root, on the default group         [2.5, 2.5, 2.5, 2.5]
+    unit on 'self'                             [1.0, 2.0, 3.0, 4.0]
+        its root, on the default group         [2.5, 2.5, 2.5, 2.5]
+    unit on [0, 1] and [2, 3]                  [1.5, 1.5, 3.5, 3.5]
+        its root, on the default group         [2.5, 2.5, 2.5, 2.5]
 """
 
 # --8<-- [start:body]

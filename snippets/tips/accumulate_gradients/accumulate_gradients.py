@@ -43,11 +43,10 @@ def sharded():
 
 def gradient_elements(model):
     """Count the elements of all gradients that this rank holds, reduced or not."""
-    held = 0
+    held = []
     for flat_param in model.parameters():
-        held += flat_param.grad.numel() if flat_param.grad is not None else 0
-        held += flat_param._unsharded_grad.numel() if flat_param._unsharded_grad is not None else 0
-    return held
+        held += [flat_param._saved_grad_shard, flat_param._unsharded_grad]
+    return sum(gradient.numel() for gradient in held if gradient is not None)
 
 
 def accumulate(case, skip_reductions):

@@ -11,9 +11,10 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    every rank writes                        kept 64 of 64
-    every rank writes, writeback=False       kept 0 of 64
-    only rank 0 writes: refused with FSDP401 kept 0 of 64
+    every rank writes                          kept 64 of 64
+    every rank writes, writeback=False         kept 0 of 64
+    only rank 0 writes: refused with FSDP401   kept 0 of 64
+    outside the context: refused with FSDP305  kept 0 of 64
 """
 
 # --8<-- [start:body]
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel
-from fsdp_ref.errors import SummonDisagreementError
+from fsdp_ref.errors import NotGatheredError, SummonDisagreementError
 
 dist.init_process_group()
 local_rank = int(os.environ["LOCAL_RANK"])
@@ -42,7 +43,7 @@ def report(case, model):
     """Print how much of the edit is left in the full weight."""
     kept = model.state_dict()["weight"].eq(3).sum().item()
     if rank == 0:
-        print(f"{case:40} kept {kept} of 64")
+        print(f"{case:42} kept {kept} of 64")
 
 
 model = new_model()
@@ -64,6 +65,15 @@ try:
 except SummonDisagreementError as error:
     refused = f"refused with {error.code}"
 report(f"only rank 0 writes: {refused}", model)
+
+model = new_model()
+try:
+    with torch.no_grad():
+        model.module.weight.fill_(3)
+    outside = "accepted"
+except NotGatheredError as error:
+    outside = f"refused with {error.code}"
+report(f"outside the context: {outside}", model)
 
 dist.destroy_process_group()
 # --8<-- [end:body]

@@ -6,15 +6,18 @@ keeps its own part of what it wrote, so an edit on one rank alone is kept by hal
 nothing is said: make the same edit on all ranks. Each line below fills a weight of 64
 elements with 3 and counts how many elements are 3 after the context.
 
+Writing to `model.module.weight` outside the context, while it is sharded, is not shown:
+it kills the process without a Python error.
+
 Run on any machine, no GPU needed:
 
     torchrun --standalone --nproc-per-node 2 edit_inside_summon_torch_fsdp1.py
 
 Expected output:
 
-    every rank writes                        kept 64 of 64
-    every rank writes, writeback=False       kept 0 of 64
-    only rank 0 writes: accepted             kept 32 of 64
+    every rank writes                          kept 64 of 64
+    every rank writes, writeback=False         kept 0 of 64
+    only rank 0 writes: accepted               kept 32 of 64
 """
 
 # --8<-- [start:body]
@@ -42,7 +45,7 @@ def report(case, model):
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         kept = model.weight.eq(3).sum().item()
     if rank == 0:
-        print(f"{case:40} kept {kept} of 64")
+        print(f"{case:42} kept {kept} of 64")
 
 
 model = new_model()

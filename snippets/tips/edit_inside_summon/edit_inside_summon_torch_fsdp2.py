@@ -11,9 +11,9 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    every rank writes                        kept 64 of 64
-    every rank writes to the unsharded one   kept 0 of 64
-    only rank 0 writes: accepted             kept 32 of 64
+    every rank writes                          kept 64 of 64
+    every rank writes to the unsharded one     kept 0 of 64
+    only rank 0 writes: accepted               kept 32 of 64
 """
 
 # --8<-- [start:body]
@@ -42,7 +42,7 @@ def report(case, model):
     """Print how much of the edit is left in the full weight."""
     kept = model.weight.full_tensor().eq(3).sum().item()
     if rank == 0:
-        print(f"{case:40} kept {kept} of 64")
+        print(f"{case:42} kept {kept} of 64")
 
 
 model = new_model()

@@ -1,0 +1,63 @@
+"""The tensors that go into a unit and come out of it, in whatever containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+
+def alias_inputs(args: Any, kwargs: Any, when_passed: Callable[[], None]) -> tuple[int, Any, Any]:
+    """Alias all inputs that need a gradient, and be told when backward has passed each of them.
+
+    Autograd runs later operations first, so everything a unit did in this call, and in every
+    later one, has been differentiated by the time its inputs' aliases are. Counting parameters
+    instead would go wrong as soon as two ranks use different ones. An alias that never gets a
+    gradient, or that the module overwrites in place, does no harm: the unit is then reduced
+    together with the one before it.
+
+    Args:
+        args: Positional arguments of a forward.
+        kwargs: Keyword arguments of a forward.
+        when_passed: Called once per backward and alias.
+
+    Returns:
+        How many inputs were aliased, and the arguments to use instead.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    count = 0
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[index] = alias = leaf.view_as(leaf)
+            if alias.grad_fn is not None:  # always, as it needs a gradient
+                alias.grad_fn.register_hook(lambda *_: when_passed())
+                count += 1
+    args, kwargs = tree_unflatten(leaves, structure)
+    return count, args, kwargs
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Find the tensors in an output: in containers, and in the fields of dataclasses.
+
+    Args:
+        output: Whatever a forward returned.
+
+    Returns:
+        The tensors, in order.
+
+    Examples:
+        >>> import torch
+        >>> len(tensors_in({"loss": torch.zeros(()), "hidden": [torch.zeros(2), None]}))
+        2
+    """
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for part in fields(leaf):
+                found += tensors_in(getattr(leaf, part.name))
+    return found
