@@ -11,12 +11,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ref.collectives import PendingReduction, all_reduce
+from fsdp_ref.collectives import PendingReduction, all_reduce, bytes_per_all_reduce
+from fsdp_ref.copies import add_up_over_copies
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.recording import record
@@ -30,6 +32,7 @@ _ISSUED, _USED = 1, 2  # what a rank says of a flat parameter at the end of a ba
 class _Reduction:
     """The reduce-scatter of one flat parameter, from issue to accumulation."""
 
+    unit: Unit
     flat_param: FlatParameter
     used_here: bool
     pending: PendingReduction
@@ -38,7 +41,7 @@ class _Reduction:
     def finish(self) -> None:
         """Wait for the result; take it over at once if this rank used the parameter."""
         if self.shard is None:
-            self.shard = self.pending.wait()
+            self.shard = add_up_over_copies(self.unit, self.pending.wait())
             if self.used_here:
                 self.flat_param.accumulate(self.shard)
 
@@ -131,7 +134,7 @@ class Backward:
         trainable = [p for p in unit.flat_params if p.requires_grad]
         used = [flat_param.has_gradient for flat_param in trainable]
         pending = unit.start_reduction()
-        self.reductions += map(_Reduction, trainable, used, pending)
+        self.reductions += map(partial(_Reduction, unit), trainable, used, pending)
         self.reduced.append(unit)
         unit.finish_backward()
 
@@ -142,11 +145,13 @@ class Backward:
 
     # When it ends
 
-    def reduce_the_rest(self, group: RankGroup, order: str, still_open: set[Unit]) -> bool:
+    def reduce_the_rest(
+        self, groups: Sequence[RankGroup], order: str, still_open: set[Unit]
+    ) -> bool:
         """Agree with the other ranks on what is left to reduce, reduce it, publish gradients.
 
         Args:
-            group: The root's group.
+            groups: The root's groups.
             order: The order in which this rank ran the units.
             still_open: Units that another run, around this one, is still busy with.
 
@@ -158,8 +163,8 @@ class Backward:
         device = next(iter(said)).device if said else torch.device("cpu")
         # The largest of -digest is minus the smallest digest: equal only if all are equal.
         values = torch.tensor([digest, -digest, *said.values()], device=device)
-        self._record_exchange(values, group)
-        all_reduce(values, dist.ReduceOp.MAX, group)
+        self._record_exchange(values, groups)
+        all_reduce(values, dist.ReduceOp.MAX, groups)
         largest, minus_smallest, *settled = values.tolist()
         if largest != -minus_smallest:
             return False
@@ -178,17 +183,12 @@ class Backward:
             return _USED
         return _ISSUED if issued else 0
 
-    def _record_exchange(self, values: Tensor, group: RankGroup) -> None:
+    def _record_exchange(self, values: Tensor, groups: Sequence[RankGroup]) -> None:
         root = self.units[0]
-        sent = 2 * (group.size - 1) * values.nbytes // group.size
-        record(
-            root.name,
-            root.phase.value,
-            "all-reduce",
-            bytes_on_wire=sent,
-            group=group.ranks,
-            dtype=values.dtype,
-        )
+        for group in groups:
+            sent, ranks = bytes_per_all_reduce(values, group), group.ranks
+            record(root.name, root.phase.value, "all-reduce",
+                   bytes_on_wire=sent, group=ranks, dtype=values.dtype)  # fmt: skip
 
     def release(self, run: int, still_open: set[Unit]) -> None:
         """Drop the full parameters and the calls that this run has dealt with."""

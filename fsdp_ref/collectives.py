@@ -9,6 +9,7 @@ own all-gather and reduce-scatter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -146,17 +147,23 @@ def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> lis
     return list(received.view(group.size, -1))
 
 
-def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: RankGroup) -> Tensor:
-    """Combine small ``values`` over the ranks of the group, in place, and return them.
+def bytes_per_all_reduce(values: Tensor, group: RankGroup) -> int:
+    """Return the bytes one rank sends in an all-reduce of ``values``, done in a ring."""
+    return 2 * (group.size - 1) * values.nbytes // group.size
+
+
+def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, groups: Sequence[RankGroup]) -> Tensor:
+    """Combine ``values`` over the ranks of all groups, in place, and return them.
 
     Args:
         values: Any shape, equal on all ranks.
         op: For example ``dist.ReduceOp.SUM``.
-        group: Who takes part.
+        groups: Who takes part: one group, or two that are the rows and columns of a grid.
 
     Returns:
         ``values``, combined.
     """
-    if group.size > 1:
-        dist.all_reduce(values, op=op, group=group.live)
+    for group in groups:
+        if group.size > 1:
+            dist.all_reduce(values, op=op, group=group.live)
     return values

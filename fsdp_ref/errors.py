@@ -129,6 +129,12 @@ class PolicyError(FSDPError, TypeError):
     code = "FSDP108"
 
 
+class StrategyError(FSDPError, ValueError):
+    """A sharding strategy is unknown, or its groups do not fit it."""
+
+    code = "FSDP110"
+
+
 class PolicyMatchedNothingWarning(FSDPWarning):
     """An auto-wrap policy selected no module, so everything became one unit."""
 

@@ -43,7 +43,7 @@ from fsdp_ref.collectives import (
 )
 from fsdp_ref.layout import FlatLayout
 from fsdp_ref.originals import OriginalParameter
-from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.rank_group import Placement, RankGroup
 
 _TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatParameter.grad extends
 
@@ -94,14 +94,15 @@ class FlatParameter(nn.Parameter):
     _unit: weakref.ref[Any]
     _layout: FlatLayout
     _group: RankGroup
+    _placement: Placement
     _originals: list[OriginalParameter]
     _updates: int
 
     def __new__(
-        cls, originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device
+        cls, originals: Sequence[OriginalParameter], placement: Placement, device: torch.device
     ) -> FlatParameter:
-        """Shard `originals` over `group` and turn their memory into views of the full tensor."""
-        first = originals[0].parameter
+        """Shard `originals` as `placement` says; their memory becomes views of the full tensor."""
+        first, group = originals[0].parameter, placement.shard
         layout = FlatLayout.of([(o.name, o.parameter.shape) for o in originals], group.size)
         shard = first.detach().new_zeros(layout.shard_numel, device=device)
         for slot, original in zip(layout.slots, originals, strict=True):
@@ -111,7 +112,7 @@ class FlatParameter(nn.Parameter):
         self: FlatParameter = torch.Tensor._make_subclass(cls, shard, first.requires_grad)
         self._originals = list(originals)
         self._layout = layout
-        self._group = group
+        self._group, self._placement = group, placement
         self._is_sharded = group.size > 1
         self._orig_size = torch.Size([layout.total_numel])
         self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
@@ -122,7 +123,7 @@ class FlatParameter(nn.Parameter):
         return self
 
     def __init__(
-        self, originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device
+        self, originals: Sequence[OriginalParameter], placement: Placement, device: torch.device
     ) -> None:
         """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
 
@@ -200,7 +201,7 @@ class FlatParameter(nn.Parameter):
             self._unsharded_grad = self._full.new_empty(self._layout.padded_numel)
         slot = self._layout.slots[index]
         target = self._unsharded_grad[slot.offset : slot.stop].view(slot.shape)
-        scale = 1.0 / self._group.size
+        scale = 1.0 / self._placement.size
         if index in self._filled:  # inside no_sync(), or used again in the same backward
             target.add_(leaf.grad, alpha=scale)
         else:
@@ -276,13 +277,13 @@ class FlatParameter(nn.Parameter):
 
 
 def flatten(
-    originals: Sequence[OriginalParameter], group: RankGroup, device: torch.device | None
+    originals: Sequence[OriginalParameter], placement: Placement, device: torch.device | None
 ) -> list[FlatParameter]:
     """Make one flat parameter per dtype and `requires_grad`; on ``device``, or where they are."""
     by_kind: dict[Any, list[OriginalParameter]] = {}
     for original in originals:
         by_kind.setdefault(original.kind, []).append(original)
     return [
-        FlatParameter(same_kind, group, device or same_kind[0].parameter.device)
+        FlatParameter(same_kind, placement, device or same_kind[0].parameter.device)
         for same_kind in by_kind.values()
     ]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.collectives import all_reduce, gather_versions_of_my_slice
+from fsdp_ref.copies import versions_of_copies
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
@@ -23,12 +24,14 @@ from fsdp_ref.unit import Unit
 
 
 @contextmanager
-def full_parameters(units: Sequence[Unit], group: RankGroup, *, writeback: bool) -> Iterator[None]:
+def full_parameters(
+    units: Sequence[Unit], groups: Sequence[RankGroup], *, writeback: bool
+) -> Iterator[None]:
     """Unshard ``units`` and register their original parameters. Collective.
 
     Args:
         units: Units of one tree, in the same order on all ranks.
-        group: The root's group: all of its ranks keep the edits, or none does.
+        groups: The root's groups: all of their ranks keep the edits, or none does.
         writeback: Whether edits persist; every rank has to make the same ones.
 
     Yields:
@@ -52,7 +55,7 @@ def full_parameters(units: Sequence[Unit], group: RankGroup, *, writeback: bool)
         if writeback:
             for unit in units:
                 unit.registered.take_over_replacements()
-            write_back(units, group)
+            write_back(units, groups)
 
 
 def _put_back(unit: Unit, keep: bool) -> None:
@@ -74,15 +77,15 @@ def _refuse_when_busy(unit: Unit) -> None:
         )
 
 
-def write_back(units: Sequence[Unit], group: RankGroup) -> None:
+def write_back(units: Sequence[Unit], groups: Sequence[RankGroup]) -> None:
     """Copy edits into the shards if all ranks of each unit hold the same values. Collective.
 
     Args:
         units: Unsharded units, in the same order on all ranks.
-        group: The root's group.
+        groups: The root's groups.
 
     Raises:
-        SummonDisagreementError: On every rank of ``group``, if any ranks differ in any unit.
+        SummonDisagreementError: On every rank of ``groups``, if any ranks differ in any unit.
     """
     edits, disagreeing = [], []
     for unit in units:
@@ -90,11 +93,12 @@ def write_back(units: Sequence[Unit], group: RankGroup) -> None:
             tag = unit.tag(number, reduction=False)
             versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag)
             unit.record_collective("all-to-all", flat_param)
+            versions += versions_of_copies(unit, versions[unit.group.rank], tag)
             edits.append((flat_param, versions[unit.group.rank]))
             disagreeing.append(not all(_same(versions[0], version) for version in versions))
     names = [unit.where for unit in units for _ in unit.flat_params]
     verdict = torch.tensor(disagreeing, dtype=torch.int32, device=_device(units))
-    verdict = all_reduce(verdict, dist.ReduceOp.MAX, group)
+    verdict = all_reduce(verdict, dist.ReduceOp.MAX, groups)
     if verdict.any():
         differing = [name for name, bad in zip(names, verdict.tolist(), strict=True) if bad]
         raise SummonDisagreementError.at(

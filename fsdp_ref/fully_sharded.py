@@ -16,13 +16,15 @@ and the end of the backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref import agreement, process_groups
 from fsdp_ref.errors import (
@@ -51,6 +53,7 @@ from fsdp_ref.state_dict import (
     take_own_values,
 )
 from fsdp_ref.states import Phase
+from fsdp_ref.strategies import place
 from fsdp_ref.unit import Unit, describe_units
 from fsdp_ref.wrapper import Wrapper
 from fsdp_ref.wrapping import apply_policy
@@ -80,10 +83,14 @@ class FullyShardedDataParallel(Wrapper):
     Args:
         module: The module to wrap; it is changed in place.
         process_group: The ranks that share this unit: `None` for all, a process group, a word
-            such as `'self'`, or a list of global ranks that contains this one.
+            such as `'self'`, or a list of global ranks that contains this one. A hybrid
+            strategy takes a pair: the ranks that share one copy, the ranks that hold the others.
+        sharding_strategy: What is cut, what is copied and what is kept after a forward, as a
+            word or as torch's enum; see [fsdp_ref.strategies][]. By default `FULL_SHARD`.
         auto_wrap_policy: Which modules inside become units of their own; see
             [fsdp_ref.wrapping][]. A policy may return a dict of arguments for a unit.
         device_id: Where parameters and buffers go; by default they stay on their device.
+        device_mesh: In place of `process_group`, a mesh of one or two dimensions.
 
     Raises:
         ContainerWithoutForwardError: If `module` has no `forward`, such as `ModuleList`.
@@ -91,6 +98,7 @@ class FullyShardedDataParallel(Wrapper):
         NonFloatingParameterError: If a parameter has an integer, boolean or complex dtype.
         ScalarParameterError: If a parameter has no dimension.
         TiedParametersError: If a parameter would belong to two units.
+        StrategyError: If there is no such strategy, or the groups do not fit it.
 
     Examples:
         >>> import torch.distributed as dist
@@ -108,27 +116,34 @@ class FullyShardedDataParallel(Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        process_group: ProcessGroup | str | Sequence[int] | None = None,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
         *,
         auto_wrap_policy: Any = None,
         device_id: int | torch.device | None = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         name = current_unit_name() or type(module).__name__
         where = f"unit '{name}'"
         refuse_module(module, where)
-        group = process_groups.resolve(process_group, where=where)
+        placement = place(sharding_strategy, process_group, where=where, device_mesh=device_mesh)
         refuse_parameters(collect_originals(module), where)
         if auto_wrap_policy is not None:
-            defaults = {"process_group": process_group, "device_id": device_id}
+            defaults = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "device_id": device_id,
+                "device_mesh": device_mesh,
+            }
             apply_policy(module, auto_wrap_policy, type(self), defaults)
         super().__init__()
         self._fsdp_wrapped_module = module
         device = None if device_id is None else torch.device(device_id)
         if device is not None:
             move_buffers(module, device)
-        flat_params = flatten(collect_originals(module), group, device)
+        flat_params = flatten(collect_originals(module), placement, device)
         self._registered = RegisteredNames(self, flat_params)
-        self._unit = Unit(name, flat_params, group, self._registered)
+        self._unit = Unit(name, flat_params, placement, self._registered)
         self._schedule: RootSchedule | None = None
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._adopt_inner_units()
@@ -191,15 +206,14 @@ class FullyShardedDataParallel(Wrapper):
                 part._rename(name)
                 units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
-            process_groups.create([unit.group for unit in units])
-            ranks = root._unit.group.ranks
-            agreement.compare("structure of the model", describe_units(units), ranks)
-            root._schedule = RootSchedule(
-                units,
-                root._unit.group,
-                lambda order: agreement.compare("order of the units", order, ranks),
-            )
+            process_groups.create([group for unit in units for group in unit.placement.groups])
+            root._compare("structure of the model", describe_units(units))
+            root._schedule = RootSchedule(units, partial(root._compare, "order of the units"))
         return root._schedule
+
+    def _compare(self, topic: str, mine: str) -> None:
+        for group in self._unit.placement.groups:
+            agreement.compare(topic, mine, group.ranks)
 
     # A step
 
@@ -291,7 +305,7 @@ class FullyShardedDataParallel(Wrapper):
         schedule = self._set_up()
         flat_params = [p for unit in schedule.units for p in unit.flat_params]
         device = flat_params[0].device if flat_params else torch.device("cpu")
-        norm = total_norm(flat_params, float(norm_type), schedule.group, device)
+        norm = total_norm(flat_params, float(norm_type), schedule.groups, device)
         scale_gradients(flat_params, norm, max_norm)
         return norm
 
@@ -340,7 +354,7 @@ class FullyShardedDataParallel(Wrapper):
             return
         schedules = [part._set_up() for part in parts]
         units = [part._unit for part in parts]
-        with full_parameters(units, schedules[0].group, writeback=writeback):
+        with full_parameters(units, schedules[0].groups, writeback=writeback):
             yield
 
     def state_dict(  # type: ignore[override]

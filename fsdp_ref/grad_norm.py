@@ -18,17 +18,20 @@ from fsdp_ref.rank_group import RankGroup
 
 
 def total_norm(
-    flat_params: Sequence[FlatParameter], norm_type: float, group: RankGroup, device: torch.device
+    flat_params: Sequence[FlatParameter],
+    norm_type: float,
+    groups: Sequence[RankGroup],
+    device: torch.device,
 ) -> Tensor:
     """Return the norm of the whole model's gradient, the same number on every rank. Collective.
 
-    A unit whose group is smaller than ``group`` exists once per such group, with weights of
-    its own; each of those counts.
+    A unit whose group is smaller than the root's exists once per such group, with weights of
+    its own; each of those counts. Copies that are kept equal count once.
 
     Args:
         flat_params: All flat parameters of the model; those without gradient count as zero.
         norm_type: The p of the p-norm; may be infinite.
-        group: The root's group.
+        groups: The root's groups.
         device: Where to compute, also when there is no gradient at all.
 
     Returns:
@@ -37,14 +40,20 @@ def total_norm(
     dtype = torch.float32  # of all ranks alike, so not that of the gradients that are there
     for flat_param in flat_params:
         dtype = torch.promote_types(dtype, flat_param.dtype)
-    shards = [p._saved_grad_shard for p in flat_params]
-    gradients = [shard for shard in shards if shard is not None]
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in gradients]
-    norms = [n.to(device) for n in norms] or [torch.zeros((), dtype=dtype, device=device)]
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if norm_type == float("inf"):
-        return all_reduce(local, dist.ReduceOp.MAX, group)
-    return all_reduce(local**norm_type, dist.ReduceOp.SUM, group) ** (1 / norm_type)
+    infinite = norm_type == float("inf")
+    total = torch.zeros((), dtype=dtype, device=device)
+    for flat_param in flat_params:
+        gradient = flat_param._saved_grad_shard
+        if gradient is None:
+            continue
+        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).to(device)
+        if infinite:
+            total = torch.maximum(total, norm)
+        else:
+            total += norm**norm_type / flat_param._placement.copies
+    if infinite:
+        return all_reduce(total, dist.ReduceOp.MAX, groups)
+    return all_reduce(total, dist.ReduceOp.SUM, groups) ** (1 / norm_type)
 
 
 def scale_gradients(flat_params: Sequence[FlatParameter], norm: Tensor, max_norm: float) -> None:

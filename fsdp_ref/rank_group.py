@@ -57,3 +57,34 @@ class RankGroup:
                 fix="Run the outermost unit first: it creates the groups of the whole tree.",
             )
         return self.process_group
+
+
+@dataclass(eq=False)
+class Placement:
+    """Where a unit's weights are: cut over some ranks, copied over others, whole for how long.
+
+    Attributes:
+        shard: The ranks that share one copy; each holds a shard.
+        replicate: The ranks that hold the same shard of other copies, this one among them;
+            `None` when there is one copy only.
+        reshard_after_forward: Whether full parameters are dropped between forward and backward.
+    """
+
+    shard: RankGroup
+    replicate: RankGroup | None = None
+    reshard_after_forward: bool = True
+
+    @property
+    def groups(self) -> list[RankGroup]:
+        """The groups to go through, one after the other, to reach all ranks of all copies."""
+        return [self.shard] if self.replicate is None else [self.shard, self.replicate]
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the unit that are kept equal."""
+        return 1 if self.replicate is None else self.replicate.size
+
+    @property
+    def size(self) -> int:
+        """Number of ranks over which the gradient is averaged."""
+        return self.shard.size * self.copies

@@ -27,19 +27,16 @@ class RootSchedule:
     def __init__(
         self,
         units: Sequence[Unit],
-        group: RankGroup,
         explain_disagreement: Callable[[str], None],
     ) -> None:
         """Take charge of ``units``, root first, in an order that all ranks share.
 
         Args:
             units: All units of the tree.
-            group: The root's group; the exchange at the end of a backward runs over it.
             explain_disagreement: Called on every rank with this rank's order of units when
                 the orders differ; raises the error that says who differs in what.
         """
         self.units = list(units)
-        self.group = group
         self.synchronize = True
         self._explain_disagreement = explain_disagreement
         self._forwards = 0
@@ -52,6 +49,11 @@ class RootSchedule:
     def root(self) -> Unit:
         """The outermost unit."""
         return self.units[0]
+
+    @property
+    def groups(self) -> list[RankGroup]:
+        """The root's groups; exchanges that concern the whole model run over them."""
+        return self.root.placement.groups
 
     # Forward
 
@@ -72,12 +74,12 @@ class RootSchedule:
         return self._forwards
 
     def keeps_after_forward(self, unit: Unit) -> bool:
-        """Say whether the unit stays unsharded until its backward: only the root does.
+        """Say whether the unit stays unsharded until its backward.
 
-        The root's backward starts right after its forward, so dropping it would only mean
-        gathering it again at once.
+        The root always does: its backward starts right after its forward, so dropping it
+        would only mean gathering it again at once.
         """
-        return unit is self.root
+        return unit is self.root or not unit.placement.reshard_after_forward
 
     def forward_failed(self) -> None:
         """Forget the calls of a forward that raised; a recomputation stops early on purpose."""
@@ -121,7 +123,7 @@ class RootSchedule:
         del self._backwards[run]
         still_open = {unit for other in self._backwards.values() for unit in other.begun}
         order = "\n".join(unit.name or "root" for unit in self._order)
-        if backward.synchronize and not backward.reduce_the_rest(self.group, order, still_open):
+        if backward.synchronize and not backward.reduce_the_rest(self.groups, order, still_open):
             self.recover()
             self._explain_disagreement(order)
         backward.release(run, still_open)

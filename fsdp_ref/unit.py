@@ -19,7 +19,7 @@ from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gath
 from fsdp_ref.errors import ShardStateError, SilentRanksError, WeightsChangedError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.inputs_outputs import alias_inputs, tensors_in
-from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.rank_group import Placement
 from fsdp_ref.recording import record, watch
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
@@ -88,13 +88,13 @@ class Unit:
         self,
         name: str,
         flat_params: Sequence[FlatParameter],
-        group: RankGroup,
+        placement: Placement,
         registered: RegisteredNames,
     ) -> None:
         """Start in SHARDED and IDLE; `schedule` is set when the root is set up."""
         self.name = name
         self.flat_params = list(flat_params)
-        self.group = group
+        self.group, self.placement = placement.shard, placement
         self.registered = registered
         self.index = 0  # position in the tree of units, equal on all ranks
         self.state = ShardState.SHARDED
@@ -352,7 +352,8 @@ def describe_units(units: Sequence[Unit]) -> str:
     """Write down what all ranks must have in common, one fact in each line."""
     lines = []
     for unit in units:
-        lines.append(f"{unit.where} over {unit.group.size} ranks")
+        copies = f" in {unit.placement.copies} copies" if unit.placement.copies > 1 else ""
+        lines.append(f"{unit.where} over {unit.group.size} ranks{copies}")
         for flat_param in unit.flat_params:
             kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
             lines += [

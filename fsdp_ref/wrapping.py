@@ -126,7 +126,6 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from fsdp_ref import process_groups
 from fsdp_ref.errors import (
     AlreadyWrappedError,
     FSDPError,
@@ -148,6 +147,7 @@ from fsdp_ref.policies import (
     sees_sizes,
     size_based_auto_wrap_policy,
 )
+from fsdp_ref.strategies import PLACE_ARGUMENTS, place
 
 __all__ = [
     "CustomPolicy",
@@ -411,8 +411,9 @@ def _plan(
     if is_unit_class(wrapper_cls):
         refuse_parameters(collect_originals(root), where_is(""))
         for unit in units:
-            group = {**defaults, **unit.overrides}.get("process_group")
-            process_groups.resolve(group, where=where_is(unit.name))
+            chosen = {**defaults, **unit.overrides}
+            ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
+            place(**ranks, where=where_is(unit.name))
     return units
 
 
