@@ -43,10 +43,7 @@ def sharded():
 
 def gradient_elements(model):
     """Count the elements of all gradients that this rank holds, reduced or not."""
-    held = []
-    for flat_param in model.parameters():
-        held += [flat_param._saved_grad_shard, flat_param._unsharded_grad]
-    return sum(gradient.numel() for gradient in held if gradient is not None)
+    return sum(flat_param.grad.numel() for flat_param in model.parameters())
 
 
 def accumulate(case, skip_reductions):

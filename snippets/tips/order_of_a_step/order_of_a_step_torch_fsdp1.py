@@ -1,8 +1,8 @@
 """Read a training step in order, and count what it sends.
 
 Why: a step is a fixed series of collectives, so its cost can be read off. Units other
-than the root are gathered twice and reduced once, which makes 1.5 times the traffic of
-DDP for them; the root is gathered once and costs the same as under DDP.
+than the root are gathered twice and reduced once, which is half as much again as under
+DDP; the root is gathered once and costs as much as under DDP.
 
 The units have different sizes, so that a collective tells by its size whose it is.
 Moves without communication cannot be seen from outside.
