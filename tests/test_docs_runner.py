@@ -371,8 +371,9 @@ class Recorded:
         (Outcome(None, 1, [], {"rank 0": "error: Address already in use"}, 1.0), 2, 1),
         (Outcome(None, 1, [], {"rank 0": "ValueError: shapes"}, 1.0), 1, 0),
         (Outcome(None, 0, ["the sum is 2"], {}, 1.0), 1, 0),
+        (Outcome(None, 1, ["the sum is 2"], {"node 0": running.ABORT_AT_EXIT}, 1.0), 1, 0),
     ],
-    ids=["rendezvous late", "port taken", "snippet failed", "promise broken"],
+    ids=["rendezvous late", "port taken", "snippet failed", "promise broken", "broken and abort"],
 )
 def test_only_a_failed_rendezvous_is_repeated_and_counted(
     tmp_path, monkeypatch, first, runs, retried
@@ -384,6 +385,15 @@ def test_only_a_failed_rendezvous_is_repeated_and_counted(
     assert recorded.runs == runs
     assert report.retried == retried
     assert bool(snippets.verdict(report.outcomes[0], tmp_path)) == (runs == 1)
+
+
+def test_an_abort_after_the_last_line_is_repeated_and_counted(tmp_path, monkeypatch):
+    lines = ["the sum is 1", "  a third is 0.333"]
+    aborted = Outcome(None, 1, lines, {"node 0": f"{running.ABORT_AT_EXIT}\nexitcode -6"}, 1.0)
+    monkeypatch.setattr(snippets, "Launchers", lambda package: Recorded([aborted] * 4))
+    report = snippets.execute(snippets.Plan([a_run(tmp_path)]), REPOSITORY)
+    assert "3 repeated after an abort at Python's exit" in report.summary
+    assert "failed with status 1" in snippets.verdict(report.outcomes[0], tmp_path)
 
 
 def test_docs_update_writes_what_was_printed_and_nothing_else(tmp_path):

@@ -40,6 +40,7 @@ RENDEZVOUS_TROUBLE = re.compile(
     r"Rendezvous\w*(?:Error|Exception)|EADDRINUSE|(?i:address already in use)|DistNetworkError"
 )
 
+ABORT_AT_EXIT = "terminate called without an active exception"
 
 LEADERS: set[int] = set()
 """Processes that lead the runs in progress; `stop_everything` ends them."""
@@ -79,12 +80,24 @@ class Outcome:
     seconds: float
     timed_out: bool = False
     rendezvous_retries: int = 0
+    exit_retries: int = 0
 
     @property
     def rendezvous_failed(self) -> bool:
         """Whether the processes did not find each other: no verdict on the snippet."""
         text = "\n".join(self.errors.values())
         return self.code != 0 and RENDEZVOUS_TROUBLE.search(text) is not None
+
+    @property
+    def aborted_at_exit(self) -> bool:
+        """Whether a process died in C++ while Python was shutting down, its program done.
+
+        Seen now and then on a busy machine, also with nothing but torch's own
+        DistributedDataParallel: a thread of torch outlives the interpreter. No rank has a
+        traceback then, and all output is there.
+        """
+        text = "\n".join(self.errors.values())
+        return self.code != 0 and ABORT_AT_EXIT in text and "[rank" not in text
 
     @property
     def talkative_ranks(self) -> list[str]:

@@ -7,7 +7,8 @@
     python -m tools.snippets --update wrapping     rewrite promises; review the diff
 
 A failed comparison is never repeated. A failed rendezvous (the processes did not find each
-other, so the snippet was not judged) is repeated once, and counted.
+other, so the snippet was not judged) is repeated once, and counted. An abort in torch's threads
+while Python shuts down, after the promised output was printed, is repeated and counted too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tools.running import Launcher, Outcome, Run
 from tools.snippet_files import Snippet, SnippetError, chosen, read_most, rewrite_promise
 
 AT_A_TIME = 2
+ABORTS_ALLOWED = 3
 PORTABLE_PAGES = ("tutorial",)
 PORTABLE = {"ATEN_CPU_CAPABILITY": "default"}
 """The slowest kernels, those of any x86 processor: a promise must hold there as well."""
@@ -65,6 +67,8 @@ class Report:
             kinds[outcome.run.how] = kinds.get(outcome.run.how, 0) + 1
         parts = ", ".join(f"{count} {how}" for how, count in kinds.items())
         retried = f"; {self.retried} rendezvous repeated" if self.retried else ""
+        aborted = sum(outcome.exit_retries for outcome in self.outcomes)
+        retried += f"; {aborted} repeated after an abort at Python's exit" if aborted else ""
         return f"{len(self.outcomes)} runs of {files} files ({parts}{retried})"
 
 
@@ -174,6 +178,10 @@ def execute(
             if outcome.rendezvous_failed:
                 outcome = launchers.run(run, limit)
                 outcome.rendezvous_retries = 1
+            aborts = 0
+            while outcome.aborted_at_exit and kept(outcome) and aborts < ABORTS_ALLOWED:
+                outcome, aborts = launchers.run(run, limit), aborts + 1
+            outcome.exit_retries = aborts
             with lock:
                 done += 1
                 progress(done, len(todo.runs), outcome)
@@ -189,6 +197,11 @@ def execute(
         pool.shutdown()
         launchers.close()
     return Report(todo, outcomes, time.monotonic() - start)
+
+
+def kept(outcome: Outcome) -> bool:
+    """Tell whether the output, at least, is what was promised."""
+    return not differences(outcome.run.snippet.promise, outcome.printed)
 
 
 def verdict(outcome: Outcome, root: Path = ROOT) -> str:
