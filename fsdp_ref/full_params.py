@@ -12,12 +12,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdp_ref.collectives import all_reduce, gather_versions_of_my_slice
 from fsdp_ref.copies import versions_of_copies
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
-from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.states import Phase, ShardState
 from fsdp_ref.unit import Unit
@@ -50,7 +48,8 @@ def full_parameters(
         unit.registered.show()
     with ExitStack() as stack:
         for unit in units:
-            stack.callback(_put_back, unit, unit in kept)
+            # Without write-back the gathered weights may have been edited: never keep them.
+            stack.callback(_put_back, unit, writeback and unit in kept)
         yield
         if writeback:
             for unit in units:
@@ -87,20 +86,22 @@ def write_back(units: Sequence[Unit], groups: Sequence[RankGroup]) -> None:
     Raises:
         SummonDisagreementError: On every rank of ``groups``, if any ranks differ in any unit.
     """
-    edits, disagreeing = [], []
+    edits, disagreeing, changed = [], [], []
     for unit in units:
         for number, flat_param in enumerate(unit.flat_params):
             tag = unit.tag(number, reduction=False)
             versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag)
             unit.record_collective("all-to-all", flat_param)
-            versions += versions_of_copies(unit, versions[unit.group.rank], tag)
-            edits.append((flat_param, versions[unit.group.rank]))
-            disagreeing.append(not all(_same(versions[0], version) for version in versions))
-    names = [unit.where for unit in units for _ in unit.flat_params]
-    verdict = torch.tensor(disagreeing, dtype=torch.int32, device=_device(units))
-    verdict = all_reduce(verdict, dist.ReduceOp.MAX, groups)
-    if verdict.any():
-        differing = [name for name, bad in zip(names, verdict.tolist(), strict=True) if bad]
+            mine = versions[unit.group.rank]
+            versions += versions_of_copies(unit, mine, tag)
+            edits.append((flat_param, mine))
+            disagreeing.append(not all(_same(mine, version) for version in versions))
+            changed.append(not _same(flat_param.data, mine))
+    verdict = torch.tensor([disagreeing, changed], dtype=torch.int32, device=_device(units))
+    disagreeing, changed = all_reduce(verdict, dist.ReduceOp.MAX, groups).tolist()
+    if any(disagreeing):
+        names = [unit.where for unit in units for _ in unit.flat_params]
+        differing = [name for name, bad in zip(names, disagreeing, strict=True) if bad]
         raise SummonDisagreementError.at(
             "summon_full_params",
             expected="the same values written on every rank",
@@ -108,13 +109,10 @@ def write_back(units: Sequence[Unit], groups: Sequence[RankGroup]) -> None:
             fix="Make the same edit on every rank (same seed, no `if rank == 0`); the weights "
             "are as they were before the context.",
         )
-    _write([(flat_param, mine, not _same(flat_param.data, mine)) for flat_param, mine in edits])
-
-
-def _write(edits: Sequence[tuple[FlatParameter, Tensor, bool]]) -> None:
-    """Copy what has changed; unchanged shards keep their version, as a backward may follow."""
-    for flat_param, mine, changed in edits:
-        if changed:
+    for (flat_param, mine), anywhere in zip(edits, changed, strict=True):
+        # What no rank changed keeps its version, because a backward may still follow; what any
+        # rank changed gets a new one on all ranks alike.
+        if anywhere:
             with torch.no_grad():
                 flat_param.copy_(mine)
 

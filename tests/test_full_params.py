@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref.errors import SummonContextError, SummonDisagreementError
+from fsdp_ref.errors import SummonContextError, SummonDisagreementError, WeightsChangedError
 from tests.models import CASES
 from tests.parity.training import WRAPPINGS as CASE_WRAPPINGS
 from tests.parity.training import full_weights
@@ -321,3 +321,25 @@ def stack_of_depth_zero() -> None:
 
 def test_a_unit_without_inner_units_works():
     run_ranks(2, stack_of_depth_zero)
+
+
+def edits_between_forward_and_backward(writeback: bool) -> str:
+    model = nested(seeded())
+    loss = mean_square(model(my_part(whole_batch())))
+    with model.summon_full_params(writeback=writeback):
+        # Only elements that rank 1 owns, so that rank 0's shard stays as it was.
+        model.module.head.bias.data.fill_(7.0)
+    if writeback:
+        with pytest.raises(WeightsChangedError, match="root"):
+            loss.backward()
+    else:
+        loss.backward()
+        plain = seeded()
+        mean_square(plain(whole_batch())).backward()
+        assert_equal_gradients(model, plain)
+    return "done"
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+def test_an_edit_before_the_backward_is_refused_everywhere_or_without_effect(writeback):
+    assert run_ranks(2, edits_between_forward_and_backward, writeback) == ["done", "done"]
