@@ -295,6 +295,6 @@ def means(name: str, snippet: Snippet, root: Path) -> bool:
     path = shown(snippet.path, root).removeprefix("snippets/")
     page = name.removesuffix(".md").rpartition("/")[2].replace("-", "_")
     return (
-        name in (snippet.page, snippet.name, snippet.key, path, snippet.path.name)
+        name in (snippet.page, snippet.name, snippet.key, snippet.label, path, snippet.path.name)
         or page == snippet.page
     )
