@@ -52,9 +52,9 @@ class PendingReduction:
         return total
 
 
-def bytes_per_gather(shard: Tensor, group: RankGroup) -> int:
+def bytes_per_gather(shard_numel: int, dtype: torch.dtype, group: RankGroup) -> int:
     """Return the bytes one rank sends in an all-gather or reduce-scatter of such shards."""
-    return (group.size - 1) * shard.numel() * shard.element_size()
+    return (group.size - 1) * shard_numel * dtype.itemsize
 
 
 def _point_to_point(group: RankGroup) -> bool:

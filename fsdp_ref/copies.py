@@ -36,7 +36,7 @@ def versions_of_copies(unit: Unit, mine: Tensor, tag: int) -> list[Tensor]:
     if replicate is None:
         return []
     versions = mine.new_empty(replicate.size * mine.numel())
-    sent = bytes_per_gather(mine, replicate)
+    sent = bytes_per_gather(mine.numel(), mine.dtype, replicate)
     record(unit.name, unit.phase.value, "all-gather",
            bytes_on_wire=sent, group=replicate.ranks, dtype=mine.dtype)  # fmt: skip
     start_all_gather(versions, mine.contiguous(), replicate, tag).wait()

@@ -135,6 +135,12 @@ class StrategyError(FSDPError, ValueError):
     code = "FSDP110"
 
 
+class PrecisionError(FSDPError, ValueError):
+    """A `mixed_precision` argument is not understood."""
+
+    code = "FSDP111"
+
+
 class PolicyMatchedNothingWarning(FSDPWarning):
     """An auto-wrap policy selected no module, so everything became one unit."""
 

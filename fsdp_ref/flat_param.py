@@ -43,9 +43,21 @@ from fsdp_ref.collectives import (
 )
 from fsdp_ref.layout import FlatLayout
 from fsdp_ref.originals import OriginalParameter
+from fsdp_ref.precision import Precision
 from fsdp_ref.rank_group import Placement, RankGroup
 
+FULL_PRECISION = Precision()
 _TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatParameter.grad extends
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give a tensor its memory back; the contents are undefined."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
+def empty(tensor: Tensor) -> None:
+    """Free a tensor's memory; the tensor and its views stay usable after `allocate`."""
+    tensor.untyped_storage().resize_(0)
 
 
 def _take_gradient(flat_param: weakref.ref[FlatParameter], index: int, leaf: torch.Tensor) -> None:
@@ -64,8 +76,9 @@ class FlatParameter(nn.Parameter):
 
     Args:
         originals: The parameters to lay end to end, all of one dtype and `requires_grad`.
-        group: The ranks that share it.
+        placement: The ranks that share it and that hold copies.
         device: Where the shard lives.
+        precision: The dtypes in which it is gathered and its gradient reduced.
 
     Attributes:
         _is_sharded: Whether more than one rank shares it; `False` when its group has one rank.
@@ -74,8 +87,9 @@ class FlatParameter(nn.Parameter):
             construction.
         _fp32_shard: This rank's shard in full precision, the memory that the optimizer
             updates. `None` before first use.
-        _fp16_shard: This rank's shard in the compute dtype when that differs from the
-            parameter's; `None` in full precision.
+        _fp16_shard: This rank's shard in the compute dtype (fp16 or bf16) when that differs from
+            the parameter's; its storage is empty except while it is being gathered. `None` in
+            full precision, and before first use.
         _full_param_padded: The unsharded, padded parameter, `(padded_numel,)`; its storage is
             empty except while the unit is unsharded. `None` before first use.
         _cpu_grad: Buffer on the CPU for the shard's gradient when gradients are offloaded;
@@ -95,11 +109,16 @@ class FlatParameter(nn.Parameter):
     _layout: FlatLayout
     _group: RankGroup
     _placement: Placement
+    _precision: Precision
     _originals: list[OriginalParameter]
     _updates: int
 
     def __new__(
-        cls, originals: Sequence[OriginalParameter], placement: Placement, device: torch.device
+        cls,
+        originals: Sequence[OriginalParameter],
+        placement: Placement,
+        device: torch.device,
+        precision: Precision = FULL_PRECISION,
     ) -> FlatParameter:
         """Shard `originals` as `placement` says; their memory becomes views of the full tensor."""
         first, group = originals[0].parameter, placement.shard
@@ -112,7 +131,7 @@ class FlatParameter(nn.Parameter):
         self: FlatParameter = torch.Tensor._make_subclass(cls, shard, first.requires_grad)
         self._originals = list(originals)
         self._layout = layout
-        self._group, self._placement = group, placement
+        self._group, self._placement, self._precision = group, placement, precision
         self._is_sharded = group.size > 1
         self._orig_size = torch.Size([layout.total_numel])
         self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
@@ -123,7 +142,11 @@ class FlatParameter(nn.Parameter):
         return self
 
     def __init__(
-        self, originals: Sequence[OriginalParameter], placement: Placement, device: torch.device
+        self,
+        originals: Sequence[OriginalParameter],
+        placement: Placement,
+        device: torch.device,
+        precision: Precision = FULL_PRECISION,
     ) -> None:
         """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
 
@@ -143,43 +166,80 @@ class FlatParameter(nn.Parameter):
                 leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def point_originals_at_full(self) -> None:
-        """Make the original parameters views of a new full tensor like the shard, still empty.
+        """Make the original parameters views of a new full tensor in the compute dtype, empty.
 
         Called at construction, and again when the shard has changed its dtype or device.
         """
         for original in self._originals:  # first let go of the old memory, then ask for new
             original.parameter.data = self.data.new_empty(0)
-        self._full = self.data.new_empty(self._layout.padded_numel)
+        self._exact: Tensor | None = None  # full parameters in their own dtype, when summoned
+        self._full = self.data.new_empty(self._layout.padded_numel, dtype=self.compute_dtype)
+        self._point_originals_at(self._full)
+        self.free()
+
+    def _point_originals_at(self, full: Tensor) -> None:
         for slot, original in zip(self._layout.slots, self._originals, strict=True):
             # `.data`: a plain view would share the version counter, and refilling the full
             # tensor would then look to autograd like an edit of the weights that it saved.
-            view = self._full.data[slot.offset : slot.stop].view(slot.shape)
-            original.parameter.data = view
-        self.free()
+            original.parameter.data = full.data[slot.offset : slot.stop].view(slot.shape)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full parameters, in which the module computes."""
+        return self._precision.compute_dtype(self.dtype)
 
     # Memory, in the order of a step
 
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded parameter now in memory."""
-        return self._full.untyped_storage().nbytes()
+        exact = 0 if self._exact is None else self._exact.untyped_storage().nbytes()
+        return self._full.untyped_storage().nbytes() + exact
 
     def prepare(self) -> None:
         """Fill in the attributes that exist from first use."""
         self._fp32_shard = self.data
         self._full_param_padded = self._full
+        if self.compute_dtype != self.dtype and self._fp16_shard is None:
+            self._fp16_shard = torch.empty_like(self.data, dtype=self.compute_dtype)
 
     def start_unshard(self, tag: int) -> PendingGather:
         """Allocate the full tensor and start the all-gather into it. Collective."""
-        nbytes = self._layout.padded_numel * self._full.element_size()
-        self._full.untyped_storage().resize_(nbytes)
-        return start_all_gather(self._full, self.data, self._group, tag)
+        allocate(self._full)
+        return start_all_gather(self._full, self._shard_to_send(), self._group, tag)
+
+    def _shard_to_send(self) -> Tensor:
+        if self._fp16_shard is None:
+            return self.data
+        allocate(self._fp16_shard)
+        return self._fp16_shard.copy_(self.data)
+
+    def finish_unshard(self) -> None:
+        """The all-gather is complete: drop the low-precision shard."""
+        if self._fp16_shard is not None:
+            empty(self._fp16_shard)
 
     def free(self) -> None:
         """Drop the full parameters; the views of them stay valid for the next time."""
         # Autograd saved views of this storage for backward, so the tensor must survive:
         # emptying its storage frees the memory and keeps every view valid after refilling.
-        self._full.untyped_storage().resize_(0)
+        empty(self._full)
+
+    def start_exact_unshard(self, tag: int) -> PendingGather:
+        """Gather the parameters in their own dtype, beside those to compute with. Collective."""
+        self._exact = self.data.new_empty(self._layout.padded_numel)
+        self._point_originals_at(self._exact)
+        return start_all_gather(self._exact, self.data, self._group, tag)
+
+    def free_exact(self) -> None:
+        """Drop the parameters in their own dtype, and compute with the others again."""
+        self._exact = None
+        self._point_originals_at(self._full)
+
+    @property
+    def shown(self) -> Tensor:
+        """The full tensor that the original parameters are views of at this moment."""
+        return self._full if self._exact is None else self._exact
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -197,15 +257,17 @@ class FlatParameter(nn.Parameter):
         """
         if leaf.grad is None:
             return
+        dtype = self._precision.gradient_dtype(self.dtype)
         if self._unsharded_grad is None:
-            self._unsharded_grad = self._full.new_empty(self._layout.padded_numel)
+            self._unsharded_grad = self._full.new_empty(self._layout.padded_numel, dtype=dtype)
         slot = self._layout.slots[index]
         target = self._unsharded_grad[slot.offset : slot.stop].view(slot.shape)
         scale = 1.0 / self._placement.size
+        gradient = leaf.grad.to(dtype)
         if index in self._filled:  # inside no_sync(), or used again in the same backward
-            target.add_(leaf.grad, alpha=scale)
+            target.add_(gradient, alpha=scale)
         else:
-            torch.mul(leaf.grad, scale, out=target)
+            torch.mul(gradient, scale, out=target)
         self._filled.add(index)
         leaf.grad = None
 
@@ -218,7 +280,8 @@ class FlatParameter(nn.Parameter):
         """Hand the long gradient to a reduce-scatter; zeros where nothing arrived. Collective."""
         gradient = self._unsharded_grad
         if gradient is None:
-            gradient = self._full.new_zeros(self._layout.padded_numel)
+            dtype = self._precision.gradient_dtype(self.dtype)
+            gradient = self._full.new_zeros(self._layout.padded_numel, dtype=dtype)
         else:
             for index, slot in enumerate(self._layout.slots):
                 if index not in self._filled:
@@ -229,7 +292,7 @@ class FlatParameter(nn.Parameter):
 
     def accumulate(self, shard: Tensor) -> None:
         """Add a reduced gradient shard, ``(shard_numel,)``, to what was there before."""
-        before = self._saved_grad_shard
+        before, shard = self._saved_grad_shard, shard.to(self.dtype)
         if before is None:
             self._grad_in_progress = shard
         else:
@@ -277,13 +340,16 @@ class FlatParameter(nn.Parameter):
 
 
 def flatten(
-    originals: Sequence[OriginalParameter], placement: Placement, device: torch.device | None
+    originals: Sequence[OriginalParameter],
+    placement: Placement,
+    device: torch.device | None,
+    precision: Precision,
 ) -> list[FlatParameter]:
     """Make one flat parameter per dtype and `requires_grad`; on ``device``, or where they are."""
     by_kind: dict[Any, list[OriginalParameter]] = {}
     for original in originals:
         by_kind.setdefault(original.kind, []).append(original)
     return [
-        FlatParameter(same_kind, placement, device or same_kind[0].parameter.device)
+        FlatParameter(same_kind, placement, device or same_kind[0].parameter.device, precision)
         for same_kind in by_kind.values()
     ]

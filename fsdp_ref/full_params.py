@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp_ref.collectives import all_reduce, gather_versions_of_my_slice
 from fsdp_ref.copies import versions_of_copies
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
+from fsdp_ref.exact import exact_parameters
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.states import Phase, ShardState
 from fsdp_ref.unit import Unit
@@ -42,14 +43,13 @@ def full_parameters(
     for unit in units:
         _refuse_when_busy(unit)
     kept = [unit for unit in units if unit.state is ShardState.UNSHARDED]
-    for unit in units:
-        unit.unshard()
-        unit.summoned = True
-        unit.registered.show()
     with ExitStack() as stack:
         for unit in units:
             # Without write-back the gathered weights may have been edited: never keep them.
             stack.callback(_put_back, unit, writeback and unit in kept)
+            stack.enter_context(exact_parameters(unit))
+            unit.summoned = True
+            unit.registered.show()
         yield
         if writeback:
             for unit in units:
@@ -90,8 +90,8 @@ def write_back(units: Sequence[Unit], groups: Sequence[RankGroup]) -> None:
     for unit in units:
         for number, flat_param in enumerate(unit.flat_params):
             tag = unit.tag(number, reduction=False)
-            versions = gather_versions_of_my_slice(flat_param._full, unit.group, tag)
-            unit.record_collective("all-to-all", flat_param)
+            versions = gather_versions_of_my_slice(flat_param.shown, unit.group, tag)
+            unit.record_collective("all-to-all", flat_param, flat_param.dtype)
             mine = versions[unit.group.rank]
             versions += versions_of_copies(unit, mine, tag)
             edits.append((flat_param, mine))

@@ -38,17 +38,20 @@ from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import watch_optimizers
 from fsdp_ref.originals import (
+    cast_buffers,
     collect_originals,
     move_buffers,
     refuse_module,
     refuse_parameters,
 )
+from fsdp_ref.precision import as_precision
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.schedule import RootSchedule
 from fsdp_ref.state_dict import (
     clean_name,
     fill_in_full_values,
     insert_wrapped,
+    restore_dtypes,
     strip_wrapped,
     take_own_values,
 )
@@ -89,6 +92,8 @@ class FullyShardedDataParallel(Wrapper):
             word or as torch's enum; see [fsdp_ref.strategies][]. By default `FULL_SHARD`.
         auto_wrap_policy: Which modules inside become units of their own; see
             [fsdp_ref.wrapping][]. A policy may return a dict of arguments for a unit.
+        mixed_precision: In which dtypes to compute and to reduce: torch's `MixedPrecision` or a
+            dict; see [fsdp_ref.precision][]. By default everything stays in its own dtype.
         device_id: Where parameters and buffers go; by default they stay on their device.
         device_mesh: In place of `process_group`, a mesh of one or two dimensions.
 
@@ -98,6 +103,7 @@ class FullyShardedDataParallel(Wrapper):
         NonFloatingParameterError: If a parameter has an integer, boolean or complex dtype.
         ScalarParameterError: If a parameter has no dimension.
         TiedParametersError: If a parameter would belong to two units.
+        PrecisionError: If `mixed_precision` is not understood.
         StrategyError: If there is no such strategy, or the groups do not fit it.
 
     Examples:
@@ -120,18 +126,21 @@ class FullyShardedDataParallel(Wrapper):
         sharding_strategy: Any = None,
         *,
         auto_wrap_policy: Any = None,
+        mixed_precision: Any = None,
         device_id: int | torch.device | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         name = current_unit_name() or type(module).__name__
         where = f"unit '{name}'"
         refuse_module(module, where)
+        precision = as_precision(mixed_precision, where)
         placement = place(sharding_strategy, process_group, where=where, device_mesh=device_mesh)
         refuse_parameters(collect_originals(module), where)
         if auto_wrap_policy is not None:
             defaults = {
                 "process_group": process_group,
                 "sharding_strategy": sharding_strategy,
+                "mixed_precision": mixed_precision,
                 "device_id": device_id,
                 "device_mesh": device_mesh,
             }
@@ -141,9 +150,11 @@ class FullyShardedDataParallel(Wrapper):
         device = None if device_id is None else torch.device(device_id)
         if device is not None:
             move_buffers(module, device)
-        flat_params = flatten(collect_originals(module), placement, device)
+        flat_params = flatten(collect_originals(module), placement, device, precision)
         self._registered = RegisteredNames(self, flat_params)
         self._unit = Unit(name, flat_params, placement, self._registered)
+        self._precision = precision
+        self._buffer_dtypes: dict[str, torch.dtype] = {}  # before they were cast
         self._schedule: RootSchedule | None = None
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._adopt_inner_units()
@@ -204,6 +215,7 @@ class FullyShardedDataParallel(Wrapper):
             units = []
             for name, part in root._named_units():
                 part._rename(name)
+                part._buffer_dtypes |= cast_buffers(part.module, part._precision.buffer_dtype)
                 units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([group for unit in units for group in unit.placement.groups])
@@ -231,8 +243,8 @@ class FullyShardedDataParallel(Wrapper):
             InnerUnitBeforeRootError: If an inner unit is called before the root ever was.
             SummonContextError: If called inside `summon_full_params`.
         """
-        unit = self._unit
-        if not self.check_is_root() and self._root()._schedule is None:
+        unit, is_root = self._unit, self.check_is_root()
+        if not is_root and self._root()._schedule is None:
             raise InnerUnitBeforeRootError.at(
                 unit.where,
                 expected="the outermost unit to be called first",
@@ -248,6 +260,7 @@ class FullyShardedDataParallel(Wrapper):
             )
         self._set_up()
         try:
+            args, kwargs = self._precision.cast_inputs(args, kwargs, is_root=is_root)
             call, args, kwargs = unit.pre_forward(args, kwargs)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
@@ -304,8 +317,7 @@ class FullyShardedDataParallel(Wrapper):
         self._root_only("clip_grad_norm_")
         schedule = self._set_up()
         flat_params = [p for unit in schedule.units for p in unit.flat_params]
-        device = flat_params[0].device if flat_params else torch.device("cpu")
-        norm = total_norm(flat_params, float(norm_type), schedule.groups, device)
+        norm = total_norm(flat_params, float(norm_type), schedule.groups)
         scale_gradients(flat_params, norm, max_norm)
         return norm
 
@@ -347,8 +359,7 @@ class FullyShardedDataParallel(Wrapper):
             Proof: tips/edit_inside_summon
         """
         parts = FullyShardedDataParallel.fsdp_modules(self)
-        if not recurse:
-            parts = [part for part in parts if part is self]
+        parts = [part for part in parts if recurse or part is self]
         if not parts:
             yield  # nothing is sharded
             return
@@ -390,6 +401,7 @@ class FullyShardedDataParallel(Wrapper):
             result: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=True, **into)
         strip_wrapped(result, prefix)
         fill_in_full_values(self._unit, result, prefix)
+        restore_dtypes(result, prefix, self._buffer_dtypes)
         if not keep_vars:
             for key, value in result.items():
                 if isinstance(value, Tensor) and key.startswith(prefix):

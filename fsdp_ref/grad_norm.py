@@ -18,10 +18,7 @@ from fsdp_ref.rank_group import RankGroup
 
 
 def total_norm(
-    flat_params: Sequence[FlatParameter],
-    norm_type: float,
-    groups: Sequence[RankGroup],
-    device: torch.device,
+    flat_params: Sequence[FlatParameter], norm_type: float, groups: Sequence[RankGroup]
 ) -> Tensor:
     """Return the norm of the whole model's gradient, the same number on every rank. Collective.
 
@@ -32,7 +29,6 @@ def total_norm(
         flat_params: All flat parameters of the model; those without gradient count as zero.
         norm_type: The p of the p-norm; may be infinite.
         groups: The root's groups.
-        device: Where to compute, also when there is no gradient at all.
 
     Returns:
         A scalar tensor in float32, or in float64 if a parameter is.
@@ -40,6 +36,7 @@ def total_norm(
     dtype = torch.float32  # of all ranks alike, so not that of the gradients that are there
     for flat_param in flat_params:
         dtype = torch.promote_types(dtype, flat_param.dtype)
+    device = flat_params[0].device if flat_params else torch.device("cpu")
     infinite = norm_type == float("inf")
     total = torch.zeros((), dtype=dtype, device=device)
     for flat_param in flat_params:

@@ -82,6 +82,17 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = buffer.to(device)
 
 
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Cast the unit's floating-point buffers, and return their names and dtypes from before."""
+    before = {}
+    for prefix, part in own_modules(module):
+        for name, buffer in part._buffers.items():
+            if dtype is not None and buffer is not None and buffer.is_floating_point():
+                before[prefix + name] = buffer.dtype
+                part._buffers[name] = buffer.to(dtype)
+    return before
+
+
 def refuse_module(module: nn.Module, where: str) -> None:
     """Raise if ``module`` cannot be a unit.
 

@@ -6,11 +6,13 @@ rank copies its own part of every full value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_ref.exact import exact_parameters
 from fsdp_ref.unit import Unit
 
 WRAPPED = "_fsdp_wrapped_module."
@@ -37,9 +39,8 @@ def fill_in_full_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> 
         prefix: What the unit's names begin with.
     """
     was_sharded = unit.unsharded_bytes == 0
-    unit.unshard()
-    for flat_param in unit.flat_params:
-        for original in flat_param._originals:
+    with exact_parameters(unit):
+        for original in [o for flat_param in unit.flat_params for o in flat_param._originals]:
             # One copy per parameter: aliases of a tied parameter share it, as in a plain model.
             value = original.parameter.detach().clone()
             value.requires_grad_(original.parameter.requires_grad)
@@ -58,6 +59,21 @@ def strip_wrapped(state_dict: dict[str, Any], prefix: str) -> None:
         if key.startswith(prefix):
             key = prefix + key[len(prefix) :].removeprefix(WRAPPED)
         state_dict[key] = value
+
+
+def restore_dtypes(
+    state_dict: dict[str, Any], prefix: str, dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Give exported buffers the dtypes that they had before they were cast.
+
+    Args:
+        state_dict: The dict to change, in place.
+        prefix: What the unit's names begin with.
+        dtypes: Names and dtypes.
+    """
+    for name, dtype in dtypes.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
 
 
 def take_own_values(

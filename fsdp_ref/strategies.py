@@ -30,6 +30,7 @@ from fsdp_ref.rank_group import Placement, RankGroup
 _KEPT_WHOLE = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
 _HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 PLACE_ARGUMENTS = ("sharding_strategy", "process_group", "device_mesh")
+"""The constructor arguments that say where a unit's weights are."""
 _NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *_HYBRID)
 
 

@@ -186,7 +186,7 @@ class Unit:
         for number, flat_param in enumerate(self.flat_params):
             flat_param.prepare()
             self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
-            self.record_collective("all-gather", flat_param)
+            self.record_collective("all-gather", flat_param, flat_param.compute_dtype)
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""
@@ -201,6 +201,8 @@ class Unit:
                 found=f"no answer from some of them ({error})",
                 fix="Do all ranks run the same units in the same order? Has one of them failed?",
             ) from error
+        for flat_param in self.flat_params:
+            flat_param.finish_unshard()
         self.move(ShardState.UNSHARDED)
         self.registered.set_gathered(True)
         record(self.name, self.phase.value, "unshard")
@@ -307,7 +309,8 @@ class Unit:
         for number, flat_param in enumerate(self.flat_params):
             if flat_param.requires_grad:
                 reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
-                self.record_collective("reduce-scatter", flat_param)
+                dtype = flat_param._precision.gradient_dtype(flat_param.dtype)
+                self.record_collective("reduce-scatter", flat_param, dtype)
         return reductions
 
     def finish_backward(self) -> None:
@@ -336,15 +339,17 @@ class Unit:
         # Gathers and reductions of different units never meet: each has a number of its own.
         return (self.index * 64 + number) * 2 + int(reduction)
 
-    def record_collective(self, operation: str, flat_param: FlatParameter) -> None:
+    def record_collective(
+        self, operation: str, flat_param: FlatParameter, dtype: torch.dtype
+    ) -> None:
         """Record that shards of a flat parameter go to the other ranks."""
         record(
             self.name,
             self.phase.value,
             operation,
-            bytes_on_wire=bytes_per_gather(flat_param.data, self.group),
+            bytes_on_wire=bytes_per_gather(flat_param.numel(), dtype, self.group),
             group=self.group.ranks,
-            dtype=flat_param.dtype,
+            dtype=dtype,
         )
 
 

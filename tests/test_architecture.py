@@ -33,6 +33,7 @@ ORDER = (
     "optimizer_watch",
     "schedule",
     "backward",
+    "exact",
     "copies",
     "unit",
     "inputs_outputs",
