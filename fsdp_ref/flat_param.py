@@ -94,9 +94,9 @@ class FlatParameter(nn.Parameter):
             empty except while the unit is unsharded. `None` before first use.
         _cpu_grad: Buffer on the CPU for the shard's gradient when gradients are offloaded;
             `None` otherwise.
-        _saved_grad_shard: The gradient shard accumulated so far, `(shard_numel,)`; `.grad` is
-            set from it at the end of backward. `None` before the first reduction and again
-            once the gradient was cleared.
+        _saved_grad_shard: The gradient shard accumulated so far, `(shard_numel,)`, in the
+            parameter's dtype; `.grad` is set from it at the end of backward. `None` until the
+            first reduction has arrived, and again once the gradient was cleared.
     """
 
     _is_sharded: bool

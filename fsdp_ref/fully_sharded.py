@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref import agreement, process_groups
+from fsdp_ref.at_exit import wait_for_threads_at_exit
 from fsdp_ref.errors import (
     InnerUnitBeforeRootError,
     RootOnlyError,
@@ -159,6 +160,7 @@ class FullyShardedDataParallel(Wrapper):
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._adopt_inner_units()
         watch_optimizers()
+        wait_for_threads_at_exit()
 
     # The tree of units
 
@@ -326,6 +328,13 @@ class FullyShardedDataParallel(Wrapper):
 
         The next forward gathers them again. Needed after editing a shard through `.data`, an
         edit that leaves no trace.
+
+        Tip: Evaluate whenever you like
+            Weights gathered for an evaluation are never used after the next optimizer step: a
+            forward without gradients keeps nothing, and a step drops what is kept. Torch's
+            classes keep them, and may compute the next training step with weights from before.
+
+            Proof: tips/evaluate_then_step
         """
         for part in self.fsdp_modules(self):
             if part._unit.phase is Phase.IDLE and not part._unit.summoned:
@@ -360,12 +369,9 @@ class FullyShardedDataParallel(Wrapper):
         """
         parts = FullyShardedDataParallel.fsdp_modules(self)
         parts = [part for part in parts if recurse or part is self]
-        if not parts:
-            yield  # nothing is sharded
-            return
-        schedules = [part._set_up() for part in parts]
+        groups = [part._set_up().groups for part in parts]
         units = [part._unit for part in parts]
-        with full_parameters(units, schedules[0].groups, writeback=writeback):
+        with full_parameters(units, groups[0] if groups else [], writeback=writeback):
             yield
 
     def state_dict(  # type: ignore[override]

@@ -47,15 +47,38 @@ class Precision:
     cast_root_forward_inputs: bool = True
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of gathered parameters whose own dtype is ``dtype``."""
+        """Return the dtype of gathered parameters.
+
+        Args:
+            dtype: The parameters' own dtype.
+
+        Returns:
+            `param_dtype`, or ``dtype`` where that is left out.
+        """
         return self.param_dtype or dtype
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of such parameters are reduced."""
+        """Return the dtype in which gradients are reduced.
+
+        Args:
+            dtype: The parameters' own dtype.
+
+        Returns:
+            `reduce_dtype`, or the dtype to compute in where that is left out.
+        """
         return self.reduce_dtype or self.compute_dtype(dtype)
 
     def cast_inputs(self, args: Any, kwargs: Any, *, is_root: bool) -> tuple[Any, Any]:
-        """Cast the floating-point tensors among a forward's arguments, if asked to."""
+        """Cast the floating-point tensors among a forward's arguments, if asked to.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            is_root: Whether the unit is the outermost one.
+
+        Returns:
+            The arguments to use instead.
+        """
         wanted = self.cast_forward_inputs or (is_root and self.cast_root_forward_inputs)
         if self.param_dtype is None or not wanted:
             return args, kwargs

@@ -47,6 +47,7 @@ ORDER = (
     "states",
     "recording",
     "naming",
+    "at_exit",
     "errors",
 )
 MAX_FILE_LINES = 250

@@ -1,8 +1,9 @@
 """Walk through one training step and look at the attributes of one flat parameter.
 
 Why: sharding saves memory because most tensors are empty most of the time. The
-table shows which attribute holds memory at which moment. Each cell gives dtype,
-elements and the bytes that its storage really holds, on rank 0 of two.
+table shows which attribute holds memory at which moment, with bfloat16 to compute
+in and float32 to update. Each cell gives the dtype and the bytes that its storage
+really holds, on rank 0 of two.
 
 Run on any machine, no GPU needed:
 
@@ -10,15 +11,15 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    moment                  | _is_sharded | _orig_size | _fp32_shard    | _fp16_shard | _full_param_padded | _cpu_grad | _saved_grad_shard | grad
-    constructed             | True        | (15,)      | None           | None        | None               | None      | None              | None
-    inside its forward      | True        | (15,)      | float32 8 32 B | None        | float32 16 64 B    | None      | None              | None
-    after the forward       | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | None              | None
-    inside its backward     | True        | (15,)      | float32 8 32 B | None        | float32 16 64 B    | None      | None              | None
-    root's backward goes on | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | None              | None
-    after the backward      | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | float32 8 32 B    | float32 8 32 B
-    after the step          | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | float32 8 32 B    | float32 8 32 B
-    after zero_grad         | True        | (15,)      | float32 8 32 B | None        | float32 16 0 B     | None      | None              | None
+    moment                  | _is_sharded | _orig_size | _fp32_shard  | _fp16_shard  | _full_param_padded | _cpu_grad | _saved_grad_shard | grad
+    constructed             | True        | (15,)      | None         | None         | None               | None      | None              | None
+    inside its forward      | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 32 B      | None      | None              | None
+    after the forward       | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | None              | None
+    inside its backward     | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 32 B      | None      | None              | None
+    root's backward goes on | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | None              | None
+    after the backward      | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | float32 32 B      | float32 32 B
+    after the step          | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | float32 32 B      | float32 32 B
+    after zero_grad         | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | None              | None
 """  # noqa: E501
 
 # --8<-- [start:body]
@@ -44,15 +45,16 @@ ATTRIBUTES = [
     "_saved_grad_shard",
     "grad",
 ]
+LOW = {"param_dtype": torch.bfloat16}  # compute in bfloat16, update in float32
 table = [["moment", *ATTRIBUTES]]
 
 
 def cell(flat_param, attribute):
-    """Describe one attribute: dtype, elements, bytes that its storage holds now."""
+    """Describe one attribute: its dtype, and the bytes that its storage holds now."""
     value = getattr(flat_param, attribute, "absent")
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {value.numel()} {value.untyped_storage().nbytes()} B"
+        return f"{dtype} {value.untyped_storage().nbytes()} B"
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
@@ -67,7 +69,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(2, 4)
-        self.layer = FullyShardedDataParallel(nn.Linear(4, 3).to(device))  # 15 elements
+        layer = nn.Linear(4, 3).to(device)
+        self.layer = FullyShardedDataParallel(layer, mixed_precision=LOW)  # 15 elements
 
     def forward(self, batch):
         hidden = self.embed(batch)
@@ -77,7 +80,7 @@ class Model(nn.Module):
 
 
 torch.manual_seed(0)
-model = FullyShardedDataParallel(Model().to(device))
+model = FullyShardedDataParallel(Model().to(device), mixed_precision=LOW)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 flat_param = model.layer._flat_param
 linear = model.layer.module

@@ -1,8 +1,9 @@
 """Walk through one training step and look at the attributes of one flat parameter.
 
 Why: sharding saves memory because most tensors are empty most of the time. The
-table shows which attribute holds memory at which moment. Each cell gives dtype,
-elements and the bytes that its storage really holds, on rank 0 of two.
+table shows which attribute holds memory at which moment, with bfloat16 to compute
+in and float32 to update. Each cell gives the dtype and the bytes that its storage
+really holds, on rank 0 of two.
 
 Run on any machine, no GPU needed:
 
@@ -10,15 +11,15 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    moment                  | _local_shard   | _mp_shard | _full_param_padded | _cpu_grad | _saved_grad_shard | grad
-    constructed             | absent         | absent    | absent             | absent    | absent            | None
-    inside its forward      | float32 8 32 B | absent    | float32 16 64 B    | absent    | absent            | None
-    after the forward       | float32 8 32 B | absent    | float32 16 0 B     | absent    | absent            | None
-    inside its backward     | float32 8 32 B | absent    | float32 16 64 B    | absent    | absent            | None
-    root's backward goes on | float32 8 32 B | absent    | float32 16 0 B     | absent    | float32 8 32 B    | None
-    after the backward      | float32 8 32 B | absent    | float32 16 0 B     | absent    | absent            | float32 8 32 B
-    after the step          | float32 8 32 B | absent    | float32 16 0 B     | absent    | absent            | float32 8 32 B
-    after zero_grad         | float32 8 32 B | absent    | float32 16 0 B     | absent    | absent            | None
+    moment                  | _local_shard | _mp_shard    | _full_param_padded | _cpu_grad | _saved_grad_shard | grad
+    constructed             | absent       | absent       | absent             | absent    | absent            | None
+    inside its forward      | float32 32 B | bfloat16 0 B | bfloat16 32 B      | absent    | absent            | None
+    after the forward       | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | None
+    inside its backward     | float32 32 B | bfloat16 0 B | bfloat16 32 B      | absent    | absent            | None
+    root's backward goes on | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | float32 32 B      | None
+    after the backward      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | float32 32 B
+    after the step          | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | float32 32 B
+    after zero_grad         | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | None
 """  # noqa: E501
 
 # --8<-- [start:body]
@@ -27,7 +28,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 dist.init_process_group()
 local_rank = int(os.environ["LOCAL_RANK"])
@@ -41,15 +42,16 @@ ATTRIBUTES = [
     "_saved_grad_shard",
     "grad",
 ]
+LOW = MixedPrecision(param_dtype=torch.bfloat16)  # compute in bfloat16, update in float32
 table = [["moment", *ATTRIBUTES]]
 
 
 def cell(flat_param, attribute):
-    """Describe one attribute: dtype, elements, bytes that its storage holds now."""
+    """Describe one attribute: its dtype, and the bytes that its storage holds now."""
     value = getattr(flat_param, attribute, "absent")
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {value.numel()} {value.untyped_storage().nbytes()} B"
+        return f"{dtype} {value.untyped_storage().nbytes()} B"
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
 
 
@@ -64,7 +66,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(2, 4)
-        self.layer = FullyShardedDataParallel(nn.Linear(4, 3), device_id=device)
+        self.layer = FullyShardedDataParallel(
+            nn.Linear(4, 3), mixed_precision=LOW, device_id=device
+        )
 
     def forward(self, batch):
         hidden = self.embed(batch)
@@ -74,7 +78,7 @@ class Model(nn.Module):
 
 
 torch.manual_seed(0)
-model = FullyShardedDataParallel(Model(), device_id=device)
+model = FullyShardedDataParallel(Model(), mixed_precision=LOW, device_id=device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 flat_param = model.layer._flat_param
 linear = model.layer.module

@@ -2,7 +2,7 @@
 
 Why: `fully_shard` has no flat parameter. Each parameter keeps a sharded DTensor and
 an unsharded tensor, and the module's attribute switches between the two. Each cell
-gives dtype, elements and the bytes that its storage really holds, on rank 0 of two.
+gives the dtype and the bytes that its storage really holds, on rank 0 of two.
 The gradients of weight and bias share one buffer, hence more bytes than elements.
 
 Run on any machine, no GPU needed:
@@ -12,14 +12,14 @@ Run on any machine, no GPU needed:
 Expected output:
 
     moment                  | linear.weight | sharded_param.to_local() | _unsharded_param | sharded_param.grad
-    constructed             | DTensor       | float32 8 32 B           | absent           | None
-    inside its forward      | plain tensor  | float32 8 32 B           | float32 12 64 B  | None
-    after the forward       | DTensor       | float32 8 32 B           | float32 12 0 B   | None
-    inside its backward     | plain tensor  | float32 8 32 B           | float32 12 64 B  | None
-    root's backward goes on | DTensor       | float32 8 32 B           | float32 12 0 B   | float32 8 40 B
-    after the backward      | DTensor       | float32 8 32 B           | float32 12 0 B   | float32 8 40 B
-    after the step          | DTensor       | float32 8 32 B           | float32 12 0 B   | float32 8 40 B
-    after zero_grad         | DTensor       | float32 8 32 B           | float32 12 0 B   | None
+    constructed             | DTensor       | float32 32 B             | absent           | None
+    inside its forward      | plain tensor  | float32 32 B             | bfloat16 32 B    | None
+    after the forward       | DTensor       | float32 32 B             | bfloat16 0 B     | None
+    inside its backward     | plain tensor  | float32 32 B             | bfloat16 32 B    | None
+    root's backward goes on | DTensor       | float32 32 B             | bfloat16 0 B     | float32 40 B
+    after the backward      | DTensor       | float32 32 B             | bfloat16 0 B     | float32 40 B
+    after the step          | DTensor       | float32 32 B             | bfloat16 0 B     | float32 40 B
+    after zero_grad         | DTensor       | float32 32 B             | bfloat16 0 B     | None
 """  # noqa: E501
 
 # --8<-- [start:body]
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 dist.init_process_group()
@@ -37,16 +37,17 @@ local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 COLUMNS = ["linear.weight", "sharded_param.to_local()", "_unsharded_param", "sharded_param.grad"]
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # compute in bfloat16, update in float32
 table = [["moment", *COLUMNS]]
 
 
 def cell(tensor):
-    """Describe one tensor: dtype, elements, bytes that its storage holds now."""
+    """Describe one tensor: its dtype, and the bytes that its storage holds now."""
     if not isinstance(tensor, torch.Tensor):
         return str(tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     dtype = str(local.dtype).removeprefix("torch.")
-    return f"{dtype} {local.numel()} {local.untyped_storage().nbytes()} B"
+    return f"{dtype} {local.untyped_storage().nbytes()} B"
 
 
 def look(moment):
@@ -63,7 +64,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(2, 4)
-        self.layer = fully_shard(nn.Sequential(nn.Linear(4, 3)).to(device), mesh=mesh)
+        layer = nn.Sequential(nn.Linear(4, 3)).to(device)
+        self.layer = fully_shard(layer, mesh=mesh, mp_policy=LOW)
 
     def forward(self, batch):
         hidden = self.embed(batch)
@@ -74,7 +76,7 @@ class Model(nn.Module):
 
 torch.manual_seed(0)
 mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-model = fully_shard(Model().to(device), mesh=mesh)
+model = fully_shard(Model().to(device), mesh=mesh, mp_policy=LOW)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 # torch keeps this object private: it may be renamed
 param = model.layer._get_fsdp_state()._fsdp_param_group.fsdp_params[0]
