@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from fsdp_ref.errors import ShardStateError
-from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.rank_group import Placement, RankGroup
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
 from fsdp_ref.unit import Unit
@@ -16,8 +16,8 @@ from tests.toy import mean_square, my_part, nested, seeded, whole_batch
 
 
 def unit_without_parameters() -> Unit:
-    group = RankGroup(ranks=(0,), rank=0)
-    return Unit("layers.0", [], group, RegisteredNames(nn.Identity(), []))
+    placement = Placement(RankGroup(ranks=(0,), rank=0))
+    return Unit("layers.0", [], placement, RegisteredNames(nn.Identity(), []))
 
 
 def unit_in(state: ShardState) -> Unit:
