@@ -219,6 +219,12 @@ class UnsynchronizedStepError(FSDPError, RuntimeError):
     code = "FSDP306"
 
 
+class DoubleBackwardError(FSDPError, RuntimeError):
+    """A backward was asked to be differentiable itself, for which weights would have to stay."""
+
+    code = "FSDP307"
+
+
 # 4xx: weights in and out
 
 

@@ -161,9 +161,15 @@ class FlatParameter(nn.Parameter):
         for index, original in enumerate(self._originals):
             leaf = original.parameter
             leaf._fsdp_owner = original.name  # type: ignore[attr-defined]  # a mark of ours
-            if leaf.requires_grad:
-                hook = partial(_take_gradient, myself, index)
-                leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            hook = partial(_take_gradient, myself, index)
+            leaf.requires_grad_(True)  # torch refuses the hook otherwise
+            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Freeze or thaw the original parameters as this flat parameter was since."""
+        for original in self._originals:
+            original.parameter.requires_grad_(self.requires_grad)
 
     def point_originals_at_full(self) -> None:
         """Make the original parameters views of a new full tensor in the compute dtype, empty.

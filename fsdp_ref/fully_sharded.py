@@ -58,7 +58,8 @@ from fsdp_ref.state_dict import (
 )
 from fsdp_ref.states import Phase
 from fsdp_ref.strategies import place
-from fsdp_ref.unit import Unit, describe_units
+from fsdp_ref.structure import describe_units
+from fsdp_ref.unit import Unit
 from fsdp_ref.wrapper import Wrapper
 from fsdp_ref.wrapping import apply_policy
 
@@ -149,8 +150,7 @@ class FullyShardedDataParallel(Wrapper):
         super().__init__()
         self._fsdp_wrapped_module = module
         device = None if device_id is None else torch.device(device_id)
-        if device is not None:
-            move_buffers(module, device)
+        move_buffers(module, device)
         flat_params = flatten(collect_originals(module), placement, device, precision)
         self._registered = RegisteredNames(self, flat_params)
         self._unit = Unit(name, flat_params, placement, self._registered)

@@ -74,11 +74,11 @@ def collect_originals(module: nn.Module) -> list[OriginalParameter]:
     return list(found.values())
 
 
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the unit's buffers, which are never sharded, to ``device``."""
+def move_buffers(module: nn.Module, device: torch.device | None) -> None:
+    """Move the unit's buffers, which are never sharded, to ``device``, if there is one."""
     for _, part in own_modules(module):
         for name, buffer in part._buffers.items():
-            if buffer is not None:
+            if buffer is not None and device is not None:
                 part._buffers[name] = buffer.to(device)
 
 

@@ -16,7 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather
-from fsdp_ref.errors import ShardStateError, SilentRanksError, WeightsChangedError
+from fsdp_ref.errors import (
+    DoubleBackwardError,
+    ShardStateError,
+    SilentRanksError,
+    WeightsChangedError,
+)
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.inputs_outputs import alias_inputs, tensors_in
 from fsdp_ref.rank_group import Placement
@@ -234,6 +239,8 @@ class Unit:
         """
         forward = self._schedule.forward_begins(self)
         self.enter(Phase.FORWARD)
+        for flat_param in self.flat_params:
+            flat_param.follow_requires_grad()
         self.unshard()
         if not torch.is_grad_enabled():
             return None, args, kwargs
@@ -265,6 +272,13 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """Gather again: autograd has just computed the gradient of one of the unit's outputs."""
+        if torch.is_grad_enabled():  # autograd records the backward itself: create_graph=True
+            raise DoubleBackwardError.at(
+                self.where,
+                expected="a backward that is not differentiated again",
+                found="create_graph=True",
+                fix="Compute gradients of gradients on a model that is not sharded.",
+            )
         if call.generations != self.generations():
             raise WeightsChangedError.at(
                 self.where,
@@ -351,18 +365,3 @@ class Unit:
             group=self.group.ranks,
             dtype=dtype,
         )
-
-
-def describe_units(units: Sequence[Unit]) -> str:
-    """Write down what all ranks must have in common, one fact in each line."""
-    lines = []
-    for unit in units:
-        copies = f" in {unit.placement.copies} copies" if unit.placement.copies > 1 else ""
-        lines.append(f"{unit.where} over {unit.group.size} ranks{copies}")
-        for flat_param in unit.flat_params:
-            kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
-            lines += [
-                f"{unit.where}: '{slot.name}' {slot.shape} {kind}"
-                for slot in flat_param._layout.slots
-            ]
-    return "\n".join(lines)

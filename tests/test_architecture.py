@@ -33,6 +33,7 @@ ORDER = (
     "optimizer_watch",
     "schedule",
     "backward",
+    "structure",
     "exact",
     "copies",
     "unit",
