@@ -1,10 +1,10 @@
 """The only file that moves tensor data between ranks.
 
 Every function is collective: all ranks of the group call it, with equal sizes and tags.
-On gloo, messages go from rank to rank straight into their final place, which sends as few
+On CPU, messages go from rank to rank straight into their final place, which sends as few
 bytes as possible; the tag carries the unit's number, so ranks that are in different units
-get a time-out that Python can catch instead of mixed-up weights. Other backends use their
-own all-gather and reduce-scatter.
+get a time-out that Python can catch instead of mixed-up weights. Other devices use their
+backend's own all-gather and reduce-scatter.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def bytes_per_gather(shard_numel: int, dtype: torch.dtype, group: RankGroup) -> 
     return (group.size - 1) * shard_numel * dtype.itemsize
 
 
-def _point_to_point(group: RankGroup) -> bool:
-    return "gloo" in str(dist.get_backend(group.live))
+def _point_to_point(tensor: Tensor) -> bool:
+    # Not a question of the group: one group may use gloo for CPU tensors and NCCL for others.
+    return tensor.device.type == "cpu"
 
 
 def _exchange(
@@ -91,7 +92,7 @@ def start_all_gather(full: Tensor, shard: Tensor, group: RankGroup, tag: int) ->
     if group.size == 1 or shard.numel() == 0:
         rows[group.rank].copy_(shard)
         return PendingGather()
-    if not _point_to_point(group):
+    if not _point_to_point(shard):
         work = dist.all_gather_single(full, shard, group=group.live, async_op=True)
         return PendingGather([work])
     rows[group.rank].copy_(shard)
@@ -114,7 +115,7 @@ def start_reduce_scatter(gradient: Tensor, group: RankGroup, tag: int) -> Pendin
     mine = rows[group.rank]
     if group.size == 1 or mine.numel() == 0:
         return PendingReduction([mine])
-    if not _point_to_point(group):
+    if not _point_to_point(mine):
         total = torch.empty_like(mine)
         work = dist.reduce_scatter_single(total, gradient, group=group.live, async_op=True)
         return PendingReduction([total], [work], gradient)
@@ -138,7 +139,7 @@ def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> lis
     if group.size == 1 or mine.numel() == 0:
         return [mine]
     versions = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
-    if _point_to_point(group):
+    if _point_to_point(mine):
         for work in _exchange(rows, versions, group, tag):
             work.wait()
         return versions
