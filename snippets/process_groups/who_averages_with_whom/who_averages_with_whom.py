@@ -66,8 +66,19 @@ def show(case, parameter):
         print(f"{case:42}", gradients)
 
 
+def with_a_unit_on(group):
+    """Make a model of two layers; a policy gives the second a unit and a group of its own."""
+    special = layer()
+
+    def policy(module):
+        return {"process_group": group} if module is special else False
+
+    return FullyShardedDataParallel(Sum(layer(), special), auto_wrap_policy=policy)
+
+
 pair = [0, 1] if rank < 2 else [2, 3]  # each rank names the list that it is in
-choices = {"the default group": None, "'self'": "self", "[0, 1] and [2, 3]": pair}
+# a live group, a word, and a list of ranks
+choices = {"the default group": dist.group.WORLD, "'self'": "self", "[0, 1] and [2, 3]": pair}
 
 if rank == 0:
     print(f"{'gradient of the':42} ranks 0, 1, 2, 3")
@@ -78,10 +89,9 @@ for name, group in choices.items():
     show(f"root on {name}", model._flat_param)
 
 for name, group in choices.items():
-    unit = FullyShardedDataParallel(layer(), process_group=group)
-    model = FullyShardedDataParallel(Sum(layer(), unit))
+    model = with_a_unit_on(group)
     backward(model)
-    show(f"unit on {name}", unit._flat_param)
+    show(f"unit on {name}", model.layers[1]._flat_param)
     show("    its root, on the default group", model._flat_param)
 
 dist.destroy_process_group()
