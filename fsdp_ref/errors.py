@@ -88,7 +88,7 @@ class ContainerWithoutForwardError(FSDPError, TypeError):
 
 
 class NonFloatingParameterError(FSDPError, TypeError):
-    """A parameter is neither floating point nor complex-free: it cannot be sharded flat."""
+    """A parameter has an integer, boolean or complex dtype: only real floats can be sharded."""
 
     code = "FSDP102"
 

@@ -7,20 +7,23 @@ A unit holds one [FlatParameter][fsdp_ref.flat_param.FlatParameter] per original
 shard and its gradient. The full weights live in a second tensor, `_full_param_padded`, whose
 memory exists only while the unit is unsharded.
 
-The module keeps its own parameter objects. They are views of `_full_param_padded`, made once
-and never replaced: emptying the storage frees the memory, filling it again brings the same
-views back to life. That is why tensors that autograd saved in the forward are still valid in
-the backward, and why `module.weight` needs no second name.
+The original parameters are views of `_full_param_padded`, made once and never replaced:
+emptying the storage frees the memory, filling it again brings the same views back to life.
+That is why tensors that autograd saved in the forward are still valid in the backward.
+
+`module.weight` leads to the original parameter while the unit is unsharded. While it is
+sharded, it leads to a stand-in, which has a shape and a dtype and refuses to compute.
 
 When a parameter's gradient is complete it is divided by the number of ranks and copied into
-one long gradient. The sum of those over the ranks is the mean over the global batch.
+one long gradient. The sum of those over the ranks is the mean over the global batch, if the
+ranks see equally much of it.
 
 Tip: Read the shard, not the full weight
-    Outside the forward and the backward the full weights are not in memory: `module.weight`
-    has the right shape and no data. What is always there is the shard: `flat_param.data`, and
-    `flat_param._fp32_shard` once the unit has been used. Open
-    [summon_full_params][fsdp_ref.FullyShardedDataParallel.summon_full_params] to see whole
-    weights.
+    Between steps the full weights are not in memory. `module.weight` still tells its shape,
+    but to compute with it raises [NotGatheredError][fsdp_ref.errors.NotGatheredError]. What is
+    always there is the shard: `flat_param.data`, and `flat_param._fp32_shard` once the unit has
+    been used. Open [summon_full_params][fsdp_ref.FullyShardedDataParallel.summon_full_params]
+    to see whole weights.
 
     Proof: attributes/walk_one_step
 """

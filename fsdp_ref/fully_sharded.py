@@ -6,11 +6,13 @@ Wrapping turns a module into a *unit*. Between steps each rank keeps only its sh
 unit's parameters. A forward gathers the full parameters, computes, and drops them; the
 backward gathers them again, computes the gradients, sums them over the ranks so that each
 rank keeps the mean gradient of its own shard, and drops them once more. The optimizer then
-updates shards.
+updates shards. Other [strategies][fsdp_ref.strategies] keep the full parameters longer, or
+never cut them.
 
 Units nest. Parameters that no inner unit holds belong to the enclosing one; the outermost
 unit, the *root*, belongs around the whole model, because it alone sees the order of the units
-and the end of the backward.
+and the end of the backward. It keeps its full parameters from the forward to the backward,
+which follows at once.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class FullyShardedDataParallel(Wrapper):
         A deterministic initialisation of the parameters after wrapping, with one seed on all
         ranks, fills every shard with the same numbers: as many identical shards as there are
         ranks, and a weight of low rank. Initialise before wrapping, or inside
-        `summon_full_params`. The snippet `wrapping/initialise_after_sharding` shows the damage.
+        `summon_full_params`. A run shows the damage:
+        [wrapping/initialise_after_sharding][initialise-after-sharding].
 
     Tip: Build the optimizer after wrapping
         Wrapping replaces the parameters that an optimizer can update by flat parameters. An
@@ -397,7 +400,8 @@ class FullyShardedDataParallel(Wrapper):
 
         Tip: Call state_dict on every rank, write on one
             The full weights exist nowhere until all ranks bring their shards together. Calling
-            `state_dict` on one rank only would wait for the others forever.
+            `state_dict` on one rank only waits for the others until the process group's time
+            limit.
 
             Proof: tips/save_on_every_rank
         """

@@ -27,7 +27,11 @@ Tip: A dense layer in a group smaller than the world drifts, and nothing stops i
 - A list of global ranks, this one among them. Each rank names its own group, so ranks 2 and
   3 say `[2, 3]` where ranks 0 and 1 say `[0, 1]`. The order in the list does not matter.
 - A word, in either case. A word is the same on every rank, which makes it the easiest to
-  get right:
+  get right.
+- A pair of these, for [strategies][fsdp_ref.strategies] that cut within one group and copy
+  across another.
+
+These are the words:
 
 | word | the groups | size of a group |
 |---|---|---|
@@ -76,6 +80,8 @@ the ranks. Without the comparison they would wait for each other.
   their gradients are means over different numbers of tokens too.
 - A layer's group must contain all ranks that should agree on the layer. A group that merely
   contains this rank is enough to run, and not enough to be right.
+- `state_dict` shows the versions that this rank's groups hold. If rank 0 alone writes a file,
+  the versions of a layer in other groups are not in it.
 - `'node'` and `'local_rank_across_nodes'` need to know how many processes run on each host.
   `torchrun` says so in the environment. Other launchers may not.
 """

@@ -1,7 +1,7 @@
 """`timeline()` records what happened to every unit, in order, while it is active.
 
-Tests assert on it, snippets print it, pages draw it. When no timeline is active nothing is
-recorded and nothing is computed.
+When a run is slow or hangs, the order of its collectives says why. Tests assert on that order,
+and snippets print it. When no timeline is active, nothing is recorded.
 
 Tip: Count what your units cost before you tune them
     `bytes_sent` and `lines` say what one step moved, unit by unit. The root is gathered once and
@@ -35,7 +35,8 @@ class Event:
         unit: The unit's name; the outermost one is called ``root``.
         phase: Where the step was, a value of [Phase][fsdp_ref.states.Phase].
         operation: ``all-gather`` (issued), ``unshard`` (usable now), ``reshard``,
-            ``reduce-scatter`` (issued), ``all-reduce`` or ``all-to-all``.
+            ``reduce-scatter`` (issued), ``all-reduce`` (copies are averaged, or ranks agree at
+            the end of a backward) or ``all-to-all`` (edits are compared).
         bytes_on_wire: Bytes that this rank sends to others; 0 for moves.
         group: Global ranks that took part; empty for moves.
         dtype: What was sent; ``None`` for moves.

@@ -1,5 +1,8 @@
 """What memory holds and where the step is: two small state machines.
 
+Most failures of sharded training are a right thing at a wrong moment: a gather inside a gather,
+a weight read after it was dropped. Two tables of legal moves turn them into errors.
+
 `ShardState` says what is in memory for a unit, `Phase` where the training step is.
 The two are independent: activation checkpointing runs a forward inside a backward.
 """

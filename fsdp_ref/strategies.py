@@ -1,16 +1,24 @@
 """Sharding strategies: what is cut, what is copied, and what stays whole after a forward.
 
+Cutting saves memory and costs messages. A strategy says where to stop. Hand it to the
+constructor as `sharding_strategy`; a policy may return another one for a single unit.
+
 | strategy | parameters | gradients, optimizer state | between forward and backward |
 | --- | --- | --- | --- |
-| `FULL_SHARD` | cut over all ranks | cut | dropped |
-| `SHARD_GRAD_OP` | cut over all ranks | cut | kept whole |
-| `NO_SHARD` | copied to all ranks | copied | kept whole |
+| `FULL_SHARD` | cut over the group | cut | dropped |
+| `SHARD_GRAD_OP` | cut over the group | cut | kept whole |
+| `NO_SHARD` | copied to all of the group | copied | kept whole |
 | `HYBRID_SHARD` | cut within a host, copied across hosts | as the parameters | dropped |
 | `_HYBRID_SHARD_ZERO2` | cut within a host, copied across hosts | as the parameters | kept whole |
 
-Dropping costs one more all-gather in the backward of every unit but the root, and saves the
-memory of the whole model between forward and backward. Copies cost memory; their gradients
-are averaged by an all-reduce after the reduce-scatter.
+The group is `process_group`, by default all ranks. Dropping costs one more all-gather in the
+backward of every unit but the root, and saves the memory of the whole model between forward
+and backward. The root is never dropped there, because its backward follows at once. Copies
+cost memory; their gradients are averaged by an all-reduce after the reduce-scatter.
+
+The hybrid strategies take a pair of groups, or a mesh of two dimensions. Left out, it is one
+host and, across hosts, the ranks of equal local rank. See
+[process groups][fsdp_ref.process_groups].
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 # Why nest units
 
 A unit gathers all of its parameters before its forward and drops them after it. One unit
-around a whole model therefore gathers the whole model at once, and saves only optimizer state
-and gradients. Give each layer a unit of its own, and only one or two layers are whole at any
-moment. The outermost unit keeps what no inner unit holds, such as embeddings and the head.
+around a whole model therefore gathers the whole model at once, and makes the whole gradient
+before it keeps a shard of it. At that peak it saves only optimizer state. Give each layer a
+unit of its own, and only one or two layers are whole at any moment. The outermost unit keeps
+what no inner unit holds, such as embeddings and the head.
 
 Tip: Give each repeated layer a unit, and the whole model one around them
     The peak of unsharded memory is then the outermost unit and a layer or two, in place of
-    the whole model. The price is one more all-gather per unit.
+    the whole model. The price: each inner unit is gathered a second time, for the backward.
 
     Proof: tips/nest_for_memory
 
@@ -32,6 +33,14 @@ Tip: Wrap while you build if the whole model does not fit
     the shards so far and one whole layer are ever alive.
 
     Proof: wrapping/build_piece_by_piece
+
+# Initialise whole weights, never shards
+
+Weights may be set before wrapping, or inside
+[summon_full_params][fsdp_ref.FullyShardedDataParallel.summon_full_params]. In between, a loop
+over `model.parameters()` sees shards. With one seed on all ranks it writes the same numbers
+into each of them: as many identical shards as there are ranks, and a weight of low rank.
+Nothing raises, and the model trains, badly. [A run shows it][initialise-after-sharding].
 
 # What auto_wrap does with the remainder
 
@@ -88,13 +97,14 @@ nearest right one is named.
 # Excluded is not unsharded
 
 A policy only draws borders between units. A module that it leaves out belongs to the unit
-around it, and is sharded there. To keep parameters whole on every rank, give them a group of
-one rank. Their gradients are not averaged then, see
+around it, and is sharded there. To keep parameters whole on every rank, and averaged, let the
+policy return `{"sharding_strategy": "NO_SHARD"}` for them. With a group of one rank they are
+whole too, but their gradients are not averaged, see
 [process groups][fsdp_ref.process_groups].
 
-Tip: To keep a layer whole, give it a group of one rank; excluding it does not
-    A policy that returns `{"process_group": "self"}` makes a unit that every rank holds in
-    full. A policy that says `False` leaves the layer to the unit around it, which cuts it.
+Tip: To keep a layer whole, ask for it; excluding it does not
+    A policy that says `False` leaves the layer to the unit around it, which cuts it. In the
+    run, the head gets a group of one rank from the policy, and every rank holds all of it.
 
     Proof: wrapping/policies
 
