@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_docs_runner import write_snippet
 from tools import docstrings
-from tools.griffe_docstrings import ReadableDocstrings, fence_examples
+from tools.griffe_docstrings import ReadableDocstrings, fence_examples, link_proofs
 from tools.prebuild import fragments, inventory, recorded, tables, tips
 from tools.prebuild.attributes import generate as generate_attributes
 from tools.prebuild.fragments import PrebuildError
@@ -148,6 +148,12 @@ def test_a_tip_is_linked_from_its_docstring_by_the_same_anchor(tmp_path):
     ReadableDocstrings().on_object(obj=package)
     linked = re.findall(r"Proof: \[(\S+)\]\[(\S+)\]", package.docstring.value)
     assert linked == [("x/y", anchors[0]), ("x/z", anchors[1])]
+
+
+def test_a_section_after_a_tip_stays_a_section():
+    tip = "Tip: One\n    Words.\n\n    Proof: x/y\n\nArgs:\n    module: The module."
+    linked = "Proof: [x/y][tip-f-1]\n\nArgs:\n"
+    assert linked in link_proofs(tip, "f")
 
 
 def test_every_tip_of_the_package_has_an_anchor_of_its_own(package):

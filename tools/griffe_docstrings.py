@@ -15,7 +15,7 @@ from typing import Any
 
 import griffe
 
-PROOF = re.compile(r"^(?P<indent>\s*)Proof:\s*(?P<key>\S+)\s*$", re.MULTILINE)
+PROOF = re.compile(r"^(?P<indent>\s*)Proof:[ \t]*(?P<key>\S+)[ \t]*$", re.MULTILINE)
 
 SECTION = re.compile(r"^\s*(?:Examples?|Note|Tip|Warning|See also)\b[^:]*:")
 
