@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ref.collectives import PendingReduction, all_reduce, bytes_per_all_reduce
+from fsdp_ref.collectives import (
+    PendingReduction,
+    all_reduce,
+    bytes_per_all_reduce,
+    explained,
+)
 from fsdp_ref.copies import add_up_over_copies
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
@@ -41,7 +46,8 @@ class _Reduction:
     def finish(self) -> None:
         """Wait for the result; take it over at once if this rank used the parameter."""
         if self.shard is None:
-            self.shard = add_up_over_copies(self.unit, self.pending.wait())
+            with explained(f"{self.unit.where}, reduce-scatter", self.unit.placement.groups):
+                self.shard = add_up_over_copies(self.unit, self.pending.wait())
             if self.used_here:
                 self.flat_param.accumulate(self.shard)
 
@@ -164,7 +170,8 @@ class Backward:
         # The largest of -digest is minus the smallest digest: equal only if all are equal.
         values = torch.tensor([digest, -digest, *said.values()], device=device)
         self._record_exchange(values, groups)
-        all_reduce(values, dist.ReduceOp.MAX, groups)
+        with explained("the end of a backward", groups):
+            all_reduce(values, dist.ReduceOp.MAX, groups)
         largest, minus_smallest, *settled = values.tolist()
         if largest != -minus_smallest:
             return False

@@ -9,14 +9,43 @@ backend's own all-gather and reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_ref.errors import FSDPError, SilentRanksError
 from fsdp_ref.rank_group import RankGroup
+
+
+@contextmanager
+def explained(where: str, groups: Sequence[RankGroup]) -> Iterator[None]:
+    """Turn a backend's error inside the context into one that says who waited for whom.
+
+    Args:
+        where: The unit and what it was doing.
+        groups: Who takes part.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        SilentRanksError: If the backend raised, by a time-out or because a peer is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, FSDPError):
+            raise
+        raise SilentRanksError.at(
+            where,
+            expected=f"ranks {' and '.join(str(list(g.ranks)) for g in groups)} to take part",
+            found=f"no answer from some of them ({error})",
+            fix="Do all ranks make the same calls in the same order? Has one of them failed?",
+        ) from error
 
 
 @dataclass

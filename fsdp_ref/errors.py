@@ -201,6 +201,12 @@ class WeightsChangedError(FSDPError, RuntimeError):
     code = "FSDP303"
 
 
+class OutputNotUnderstoodWarning(FSDPWarning):
+    """No tensor was found in a unit's output, so its backward cannot be seen coming."""
+
+    code = "FSDP308"
+
+
 class RootOnlyError(FSDPError, RuntimeError):
     """A method that concerns the whole model was called on an inner unit."""
 

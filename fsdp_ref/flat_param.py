@@ -33,7 +33,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from fsdp_ref.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from fsdp_ref.errors import CopyError, SummonContextError
 from fsdp_ref.layout import FlatLayout
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.precision import Precision
@@ -61,6 +62,15 @@ def allocate(tensor: Tensor) -> None:
 def empty(tensor: Tensor) -> None:
     """Free a tensor's memory; the tensor and its views stay usable after `allocate`."""
     tensor.untyped_storage().resize_(0)
+
+
+def _cannot_be_copied() -> CopyError:
+    return CopyError.at(
+        "a flat parameter",
+        expected="a tensor that belongs to nobody",
+        found="a shard that belongs to a unit and its process group",
+        fix="Copy its values, flat_param.detach().clone(), or the model's state_dict().",
+    )
 
 
 def _take_gradient(flat_param: weakref.ref[FlatParameter], index: int, leaf: torch.Tensor) -> None:
@@ -153,6 +163,14 @@ class FlatParameter(nn.Parameter):
     ) -> None:
         """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: a copy would belong to no unit."""
+        raise _cannot_be_copied()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: a process group cannot be pickled."""
+        raise _cannot_be_copied()
+
     def _reset_step_state(self) -> None:
         self._grad_in_progress: Tensor | None = None
         self._unsharded_grad: Tensor | None = None
@@ -175,16 +193,24 @@ class FlatParameter(nn.Parameter):
             original.parameter.requires_grad_(self.requires_grad)
 
     def point_originals_at_full(self) -> None:
-        """Make the original parameters views of a new full tensor in the compute dtype, empty.
+        """Make a new full tensor in the compute dtype, still without memory.
 
         Called at construction, and again when the shard has changed its dtype or device.
         """
-        for original in self._originals:  # first let go of the old memory, then ask for new
-            original.parameter.data = self.data.new_empty(0)
         self._exact: Tensor | None = None  # full parameters in their own dtype, when summoned
+        self._nothing = self.data.new_full((), float("nan"), dtype=self.compute_dtype)
+        self._point_originals_at_nothing()  # let go of the old memory before asking for new
         self._full = self.data.new_empty(self._layout.padded_numel, dtype=self.compute_dtype)
-        self._point_originals_at(self._full)
-        self.free()
+        empty(self._full)
+
+    def _point_originals_at_nothing(self) -> None:
+        """Let the original parameters read as NaN, from one element, while they are sharded.
+
+        Whoever kept a reference to one from before wrapping then reads NaN, and is refused by
+        torch when writing. Views of an empty storage would crash the process instead.
+        """
+        for slot, original in zip(self._layout.slots, self._originals, strict=True):
+            original.parameter.data = self._nothing.expand(slot.shape)
 
     def _point_originals_at(self, full: Tensor) -> None:
         for slot, original in zip(self._layout.slots, self._originals, strict=True):
@@ -224,15 +250,17 @@ class FlatParameter(nn.Parameter):
         return self._fp16_shard.copy_(self.data)
 
     def finish_unshard(self) -> None:
-        """The all-gather is complete: drop the low-precision shard."""
+        """The all-gather is complete: let the original parameters be views of its result."""
+        self._point_originals_at(self._full)
         if self._fp16_shard is not None:
             empty(self._fp16_shard)
 
     def free(self) -> None:
-        """Drop the full parameters; the views of them stay valid for the next time."""
+        """Drop the full parameters; tensors that autograd saved stay valid for the next time."""
         # Autograd saved views of this storage for backward, so the tensor must survive:
         # emptying its storage frees the memory and keeps every view valid after refilling.
         empty(self._full)
+        self._point_originals_at_nothing()
 
     def start_exact_unshard(self, tag: int) -> PendingGather:
         """Gather the parameters in their own dtype, beside those to compute with. Collective."""
@@ -244,6 +272,25 @@ class FlatParameter(nn.Parameter):
         """Drop the parameters in their own dtype, and compute with the others again."""
         self._exact = None
         self._point_originals_at(self._full)
+
+    def take_back_data(self) -> None:
+        """Copy the values of original parameters whose `.data` was set to another tensor.
+
+        Raises:
+            SummonContextError: If one has another shape than before.
+        """
+        for slot, original in zip(self._layout.slots, self._originals, strict=True):
+            view, found = self.shown[slot.offset : slot.stop], original.parameter.data
+            if found.shape != slot.shape:
+                raise SummonContextError.at(
+                    f"'{slot.name}'",
+                    expected=f"the shape {slot.shape}, as before",
+                    found=f"{tuple(found.shape)}",
+                    fix="Inside summon_full_params values may change, shapes may not.",
+                )
+            if slot.numel and found.data_ptr() != view.data_ptr():
+                view.copy_(found.reshape(-1))
+        self._point_originals_at(self.shown)
 
     @property
     def shown(self) -> Tensor:
@@ -272,7 +319,8 @@ class FlatParameter(nn.Parameter):
         slot = self._layout.slots[index]
         target = self._unsharded_grad[slot.offset : slot.stop].view(slot.shape)
         scale = 1.0 / self._placement.size
-        gradient = leaf.grad.to(dtype)
+        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+        gradient = gradient.to(dtype)
         if index in self._filled:  # inside no_sync(), or used again in the same backward
             target.add_(gradient, alpha=scale)
         else:
@@ -309,9 +357,13 @@ class FlatParameter(nn.Parameter):
 
     def publish_gradient(self) -> None:
         """Set `.grad` from the accumulated shard; the optimizer may step now."""
-        if self._grad_in_progress is not None:
-            self.grad = self._grad_in_progress
-            self._grad_in_progress = None
+        if self._grad_in_progress is None:
+            return
+        self.grad = self._grad_in_progress
+        self._grad_in_progress = None
+        # Autograd never accumulates into this parameter, so its hooks are called from here.
+        for hook in list((self._post_accumulate_grad_hooks or {}).values()):
+            hook(self)
 
     @property
     def grad(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 
-from fsdp_ref.collectives import all_reduce, gather_versions_of_my_slice
+from fsdp_ref.collectives import all_reduce, explained, gather_versions_of_my_slice
 from fsdp_ref.copies import versions_of_copies
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
 from fsdp_ref.exact import exact_parameters
@@ -53,8 +53,11 @@ def full_parameters(
         yield
         if writeback:
             for unit in units:
+                for flat_param in unit.flat_params:
+                    flat_param.take_back_data()
                 unit.registered.take_over_replacements()
-            write_back(units, groups)
+            with explained("summon_full_params, comparing what ranks wrote", groups):
+                write_back(units, groups)
 
 
 def _put_back(unit: Unit, keep: bool) -> None:

@@ -39,7 +39,7 @@ from fsdp_ref.flat_param import flatten
 from fsdp_ref.full_params import full_parameters
 from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.naming import current_unit_name
-from fsdp_ref.optimizer_watch import watch_optimizers
+from fsdp_ref.optimizer_watch import refuse_unreduced, watch_optimizers
 from fsdp_ref.originals import (
     cast_buffers,
     collect_originals,
@@ -305,13 +305,15 @@ class FullyShardedDataParallel(Wrapper):
 
         Args:
             max_norm: The largest norm that is left as it is.
-            norm_type: The p of the p-norm; `float("inf")` for the largest element.
+            norm_type: The p of the p-norm, above 0; `float("inf")` for the largest element.
 
         Returns:
             The norm before clipping, a scalar tensor, the same on every rank.
 
         Raises:
             RootOnlyError: If called on an inner unit.
+            UnsynchronizedStepError: If gradients from inside `no_sync` are not reduced yet.
+            ValueError: If `norm_type` is not above 0.
 
         Tip: Clip with the model's own method
             `torch.nn.utils.clip_grad_norm_` sees one rank's shards. It computes another norm on
@@ -322,6 +324,7 @@ class FullyShardedDataParallel(Wrapper):
         self._root_only("clip_grad_norm_")
         schedule = self._set_up()
         flat_params = [p for unit in schedule.units for p in unit.flat_params]
+        refuse_unreduced(flat_params, "clip_grad_norm_()")
         norm = total_norm(flat_params, float(norm_type), schedule.groups)
         scale_gradients(flat_params, norm, max_norm)
         return norm
@@ -407,7 +410,7 @@ class FullyShardedDataParallel(Wrapper):
         """
         self._set_up()
         into: dict[str, Any] = {} if destination is None else {"destination": destination}
-        with self._registered.shown():
+        with self._registered.names_shown():
             result: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=True, **into)
         strip_wrapped(result, prefix)
         fill_in_full_values(self._unit, result, prefix)
@@ -423,7 +426,8 @@ class FullyShardedDataParallel(Wrapper):
     ) -> Any:
         """Load full weights under the plain model's names, on every rank. Local.
 
-        Each rank copies its own part of every value. It works at any number of ranks.
+        Each rank copies its own part of every value. It works at any number of ranks. Give all
+        ranks the same values: nothing compares them.
 
         Args:
             state_dict: Full values, as from the plain model or from `state_dict`.

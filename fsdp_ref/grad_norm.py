@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ref.collectives import all_reduce
+from fsdp_ref.collectives import all_reduce, explained
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
 
@@ -32,25 +32,31 @@ def total_norm(
 
     Returns:
         A scalar tensor in float32, or in float64 if a parameter is.
+
+    Raises:
+        ValueError: If `norm_type` is not above 0.
     """
     dtype = torch.float32  # of all ranks alike, so not that of the gradients that are there
     for flat_param in flat_params:
         dtype = torch.promote_types(dtype, flat_param.dtype)
     device = flat_params[0].device if flat_params else torch.device("cpu")
     infinite = norm_type == float("inf")
+    if not norm_type > 0:
+        raise ValueError(f"expected a norm_type above 0, found {norm_type}")
     total = torch.zeros((), dtype=dtype, device=device)
     for flat_param in flat_params:
         gradient = flat_param._saved_grad_shard
-        if gradient is None:
+        if gradient is None or gradient.numel() == 0:
             continue
         norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).to(device)
         if infinite:
             total = torch.maximum(total, norm)
         else:
             total += norm**norm_type / flat_param._placement.copies
-    if infinite:
-        return all_reduce(total, dist.ReduceOp.MAX, groups)
-    return all_reduce(total, dist.ReduceOp.SUM, groups) ** (1 / norm_type)
+    with explained("clip_grad_norm_", groups):
+        if infinite:
+            return all_reduce(total, dist.ReduceOp.MAX, groups)
+        return all_reduce(total, dist.ReduceOp.SUM, groups) ** (1 / norm_type)
 
 
 def scale_gradients(flat_params: Sequence[FlatParameter], norm: Tensor, max_norm: float) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fsdp_ref.errors import OutputNotUnderstoodWarning
 
 
 def alias_inputs(args: Any, kwargs: Any, when_passed: Callable[[], None]) -> tuple[int, Any, Any]:
@@ -61,3 +64,21 @@ def tensors_in(output: Any) -> list[Tensor]:
             for part in fields(leaf):
                 found += tensors_in(getattr(leaf, part.name))
     return found
+
+
+def warn_of_output(output: Any, where: str) -> None:
+    """Warn that no tensor was found in an output.
+
+    Args:
+        output: What a forward returned.
+        where: The unit, for the message.
+    """
+    warnings.warn(
+        OutputNotUnderstoodWarning.at(
+            where,
+            expected="an output with tensors, in lists, tuples, dicts or dataclasses",
+            found=f"{type(output).__name__} without any",
+            fix="If tensors hide inside, return them too: a backward through them alone fails.",
+        ),
+        stacklevel=3,
+    )

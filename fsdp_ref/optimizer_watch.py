@@ -6,7 +6,7 @@ fused optimizers write without touching a tensor's version counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,7 +38,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse to step an optimizer whose parameters have become views of sharded memory."""
-    _refuse_unreduced(optimizer)
+    flat_params = [p for p in _parameters(optimizer) if isinstance(p, FlatParameter)]
+    refuse_unreduced(flat_params, f"{type(optimizer).__name__}.step()")
     lost = [name for p in _parameters(optimizer) if (name := unit_that_owns(p)) is not None]
     if lost:
         raise OptimizerBeforeWrappingError.at(
@@ -49,15 +50,24 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _refuse_unreduced(optimizer: Optimizer) -> None:
-    for parameter in _parameters(optimizer):
-        if isinstance(parameter, FlatParameter) and parameter.has_gradient:
-            unit: Unit | None = parameter._unit()
+def refuse_unreduced(flat_params: Sequence[FlatParameter], where: str) -> None:
+    """Raise if a gradient is not reduced yet.
+
+    Args:
+        flat_params: The flat parameters that are about to be clipped or updated.
+        where: What is about to happen, for the message.
+
+    Raises:
+        UnsynchronizedStepError: If one got a gradient inside `no_sync` only.
+    """
+    for flat_param in flat_params:
+        if flat_param.has_gradient:
+            unit: Unit | None = flat_param._unit()
             raise UnsynchronizedStepError.at(
-                f"{type(optimizer).__name__}.step()",
+                where,
                 expected="gradients that are reduced over the ranks",
                 found=f"gradients from inside no_sync() only, in {unit.where if unit else '?'}",
-                fix="Run the last backward before a step outside of no_sync().",
+                fix="Run the last backward before it outside of no_sync().",
             )
 
 

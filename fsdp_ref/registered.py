@@ -85,8 +85,21 @@ class RegisteredNames:
             for flat_param in flat_params
             for original in flat_param._originals
         }
+        for module in self._managed:
+            refuse = self._refuse_partial_export
+            module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         self._shown = False
         self.hide()
+
+    def _refuse_partial_export(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Raise where the state dict of an inner module would silently lack its parameters."""
+        if not self._shown:
+            raise NotGatheredError.at(
+                f"{type(module).__name__}.state_dict()",
+                expected="a module that registers its parameters",
+                found="one whose parameters a unit has sharded, so that they would be left out",
+                fix="Call state_dict() on the wrapped model, or open summon_full_params() first.",
+            )
 
     def set_gathered(self, gathered: bool) -> None:
         """Let the modules find their weights, or the stand-ins."""
@@ -105,12 +118,18 @@ class RegisteredNames:
         self._shown = False
         self.set_gathered(False)
 
-    def show(self) -> None:
-        """Register the parameters again, under their old names and in their old order."""
+    def show(self, *, stand_ins: bool = False) -> None:
+        """Register the parameters again, under their old names and in their old order.
+
+        Args:
+            stand_ins: Register the stand-ins instead, when names are wanted but no values.
+        """
         for name in self._flat:
             self._wrapper._parameters.pop(name, None)
         for module, parameters in self._managed.items():
-            registered = {**module._parameters, **parameters}
+            registered: dict[str, Any] = {**module._parameters, **parameters}
+            if stand_ins:
+                registered |= {name: self._stand_ins[p] for name, p in parameters.items()}
             for attribute in parameters:
                 module.__dict__.pop(attribute, None)
             module._parameters.clear()
@@ -118,9 +137,15 @@ class RegisteredNames:
         self._shown = True
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Register the parameters for as long as the context is open."""
-        self.show()
+    def names_shown(self) -> Iterator[None]:
+        """Register stand-ins under the parameters' names for as long as the context is open.
+
+        Inside `summon_full_params` the parameters themselves are registered already.
+        """
+        if self._shown:
+            yield
+            return
+        self.show(stand_ins=True)
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ rank copies its own part of every full value.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def fill_in_full_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> 
         prefix: What the unit's names begin with.
     """
     was_sharded = unit.unsharded_bytes == 0
-    with exact_parameters(unit):
+    with nullcontext() if unit.summoned else exact_parameters(unit):
         for original in [o for flat_param in unit.flat_params for o in flat_param._originals]:
             # One copy per parameter: aliases of a tied parameter share it, as in a plain model.
             value = original.parameter.detach().clone()
@@ -53,12 +54,16 @@ def fill_in_full_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> 
 
 def strip_wrapped(state_dict: dict[str, Any], prefix: str) -> None:
     """Remove the wrapper's part from all keys that begin with ``prefix``, keeping the order."""
-    items = list(state_dict.items())
-    state_dict.clear()
-    for key, value in items:
-        if key.startswith(prefix):
-            key = prefix + key[len(prefix) :].removeprefix(WRAPPED)
-        state_dict[key] = value
+    metadata = getattr(state_dict, "_metadata", {})  # torch's note of each module's version
+    for keyed in (state_dict, metadata):
+        items = list(keyed.items())
+        keyed.clear()
+        for key, value in items:
+            if f"{key}." == prefix + WRAPPED:
+                key = prefix.removesuffix(".")
+            elif key.startswith(prefix):
+                key = prefix + key[len(prefix) :].removeprefix(WRAPPED)
+            keyed[key] = value
 
 
 def restore_dtypes(

@@ -15,15 +15,14 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather
+from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather, explained
 from fsdp_ref.errors import (
     DoubleBackwardError,
     ShardStateError,
-    SilentRanksError,
     WeightsChangedError,
 )
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.inputs_outputs import alias_inputs, tensors_in
+from fsdp_ref.inputs_outputs import alias_inputs, tensors_in, warn_of_output
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.recording import record, watch
 from fsdp_ref.registered import RegisteredNames
@@ -190,22 +189,16 @@ class Unit:
         self._gathered = self.generations()
         for number, flat_param in enumerate(self.flat_params):
             flat_param.prepare()
-            self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
+            with explained(f"{self.where}, all-gather", [self.group]):
+                self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
             self.record_collective("all-gather", flat_param, flat_param.compute_dtype)
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""
         gathers, self._gathers = self._gathers, []
-        try:
+        with explained(f"{self.where}, all-gather", [self.group]):
             for gather in gathers:
                 gather.wait()
-        except RuntimeError as error:
-            raise SilentRanksError.at(
-                self.where,
-                expected=f"ranks {list(self.group.ranks)} to gather this unit together",
-                found=f"no answer from some of them ({error})",
-                fix="Do all ranks run the same units in the same order? Has one of them failed?",
-            ) from error
         for flat_param in self.flat_params:
             flat_param.finish_unshard()
         self.move(ShardState.UNSHARDED)
@@ -251,7 +244,10 @@ class Unit:
     def post_forward(self, call: Call | None, output: Any) -> Any:
         """Watch the outputs for their gradient, and drop the parameters if the schedule says so."""
         self.leave_forward()
-        watched = [] if call is None else [t for t in tensors_in(output) if t.requires_grad]
+        found = [] if call is None else tensors_in(output)
+        if call is not None and output is not None and not found:
+            warn_of_output(output, self.where)
+        watched = [tensor for tensor in found if tensor.requires_grad]
         if watched and call is not None:
             call.end = next(_moments)
             self.calls.append(call)
@@ -322,7 +318,8 @@ class Unit:
         reductions = []
         for number, flat_param in enumerate(self.flat_params):
             if flat_param.requires_grad:
-                reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
+                with explained(f"{self.where}, reduce-scatter", [self.group]):
+                    reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
                 dtype = flat_param._precision.gradient_dtype(flat_param.dtype)
                 self.record_collective("reduce-scatter", flat_param, dtype)
         return reductions
