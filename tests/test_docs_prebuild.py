@@ -235,7 +235,7 @@ def attribute_table(root, *, fresh=False):
 
 def test_a_recorded_run_is_repeated_only_when_a_source_changed(walk):
     root, runs = walk
-    expected = "| Moment | `_cpu_grad` |\n| --- | --- |\n| step | None |\n"
+    expected = "| Moment | <code>_cpu<wbr>_grad</code> |\n| --- | --- |\n| step | None |\n"
     assert attribute_table(root) == attribute_table(root) == expected
     assert len(runs) == 1
     (root / "fsdp_ref" / "__init__.py").write_text("CHANGED = True\n")

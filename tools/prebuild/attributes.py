@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tools.prebuild.fragments import PrebuildError
@@ -35,5 +36,10 @@ def generate(snippets: list[Snippet], root: Path, output: Generated, *, fresh: b
     if not rows or any(len(row) != len(rows[0]) for row in rows):
         raise PrebuildError(f"{walk.path}:1: printed no table with ' | ' between its columns")
     moment, *attributes = rows[0]
-    head = [moment.capitalize(), *(f"`{attribute}`" for attribute in attributes)]
+    head = [moment.capitalize(), *map(_breakable, attributes)]
     output.add("attributes.md", table(head, rows[1:]) + "\n")
+
+
+def _breakable(name: str) -> str:
+    """Return a name as code that may go on in a new line before each word: `_full_param_padded`."""
+    return f"<code>{re.sub('(?<=[a-z0-9])_', '<wbr>_', name)}</code>"
