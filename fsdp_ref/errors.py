@@ -141,6 +141,18 @@ class PrecisionError(FSDPError, ValueError):
     code = "FSDP111"
 
 
+class NotAModuleError(FSDPError, TypeError):
+    """Something that is no `nn.Module` was to be wrapped."""
+
+    code = "FSDP112"
+
+
+class NoValuesError(FSDPError, ValueError):
+    """A parameter has no values yet: it is on the meta device, or lazy."""
+
+    code = "FSDP113"
+
+
 class PolicyMatchedNothingWarning(FSDPWarning):
     """An auto-wrap policy selected no module, so everything became one unit."""
 

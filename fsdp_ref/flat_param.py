@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +52,12 @@ from fsdp_ref.rank_group import Placement, RankGroup
 
 FULL_PRECISION = Precision()
 _TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatParameter.grad extends
+
+
+@cache
+def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the one element that all sharded parameters of this kind read as."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def allocate(tensor: Tensor) -> None:
@@ -198,7 +204,6 @@ class FlatParameter(nn.Parameter):
         Called at construction, and again when the shard has changed its dtype or device.
         """
         self._exact: Tensor | None = None  # full parameters in their own dtype, when summoned
-        self._nothing = self.data.new_full((), float("nan"), dtype=self.compute_dtype)
         self._point_originals_at_nothing()  # let go of the old memory before asking for new
         self._full = self.data.new_empty(self._layout.padded_numel, dtype=self.compute_dtype)
         empty(self._full)
@@ -209,8 +214,9 @@ class FlatParameter(nn.Parameter):
         Whoever kept a reference to one from before wrapping then reads NaN, and is refused by
         torch when writing. Views of an empty storage would crash the process instead.
         """
+        nothing = not_a_number(self.compute_dtype, self.device)
         for slot, original in zip(self._layout.slots, self._originals, strict=True):
-            original.parameter.data = self._nothing.expand(slot.shape)
+            original.parameter.data = nothing.expand(slot.shape)
 
     def _point_originals_at(self, full: Tensor) -> None:
         for slot, original in zip(self._layout.slots, self._originals, strict=True):

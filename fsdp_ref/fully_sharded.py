@@ -60,7 +60,7 @@ from fsdp_ref.state_dict import (
 )
 from fsdp_ref.states import Phase
 from fsdp_ref.strategies import place
-from fsdp_ref.structure import describe_units
+from fsdp_ref.structure import count_models, describe_units
 from fsdp_ref.unit import Unit
 from fsdp_ref.wrapper import Wrapper
 from fsdp_ref.wrapping import apply_policy
@@ -103,6 +103,8 @@ class FullyShardedDataParallel(Wrapper):
         device_mesh: In place of `process_group`, a mesh of one or two dimensions.
 
     Raises:
+        NotAModuleError: If `module` is no module.
+        NoValuesError: If a parameter is on the meta device, or lazy.
         ContainerWithoutForwardError: If `module` has no `forward`, such as `ModuleList`.
         AlreadyWrappedError: If `module` is a unit, or the policy meets one inside.
         NonFloatingParameterError: If a parameter has an integer, boolean or complex dtype.
@@ -155,11 +157,11 @@ class FullyShardedDataParallel(Wrapper):
         device = None if device_id is None else torch.device(device_id)
         move_buffers(module, device)
         flat_params = flatten(collect_originals(module), placement, device, precision)
-        self._registered = RegisteredNames(self, flat_params)
-        self._unit = Unit(name, flat_params, placement, self._registered)
+        self._unit = Unit(name, flat_params, placement, RegisteredNames(self, flat_params))
         self._precision = precision
         self._buffer_dtypes: dict[str, torch.dtype] = {}  # before they were cast
         self._schedule: RootSchedule | None = None
+        self._number = count_models(placement)
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._adopt_inner_units()
         watch_optimizers()
@@ -224,8 +226,9 @@ class FullyShardedDataParallel(Wrapper):
                 units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([group for unit in units for group in unit.placement.groups])
-            root._compare("structure of the model", describe_units(units))
-            root._schedule = RootSchedule(units, partial(root._compare, "order of the units"))
+            root._compare("structure of the model", describe_units(units, root._number))
+            differ = partial(root._compare, "order of the units")
+            root._schedule = RootSchedule(units, root._number, differ)
         return root._schedule
 
     def _compare(self, topic: str, mine: str) -> None:
@@ -410,7 +413,7 @@ class FullyShardedDataParallel(Wrapper):
         """
         self._set_up()
         into: dict[str, Any] = {} if destination is None else {"destination": destination}
-        with self._registered.names_shown():
+        with self._unit.registered.names_shown():
             result: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=True, **into)
         strip_wrapped(result, prefix)
         fill_in_full_values(self._unit, result, prefix)
@@ -445,9 +448,8 @@ class FullyShardedDataParallel(Wrapper):
             keys[:] = [clean_name(key) for key in keys]
         if strict and (result.missing_keys or result.unexpected_keys):
             raise RuntimeError(
-                f"{self._unit.where}: the state dict does not fit the model. "
-                f"Missing keys: {result.missing_keys}. Unexpected keys: {result.unexpected_keys}. "
-                "With strict=False what fits is loaded and the rest is reported."
+                f"{self._unit.where}: missing keys {result.missing_keys}, unexpected keys "
+                f"{result.unexpected_keys}. With strict=False what fits is loaded."
             )
         return result
 
@@ -489,7 +491,7 @@ class FullyShardedDataParallel(Wrapper):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat_param in self._unit.flat_params:
             flat_param.point_originals_at_full()
-        self._registered.follow_dtype_and_device()
+        self._unit.registered.follow_dtype_and_device()
         return self
 
     def extra_repr(self) -> str:

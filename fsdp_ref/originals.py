@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fsdp_ref.errors import (
     AlreadyWrappedError,
     ContainerWithoutForwardError,
     NonFloatingParameterError,
+    NotAModuleError,
+    NoValuesError,
     ScalarParameterError,
     TiedParametersError,
 )
@@ -97,9 +101,17 @@ def refuse_module(module: nn.Module, where: str) -> None:
     """Raise if ``module`` cannot be a unit.
 
     Raises:
+        NotAModuleError: If it is no module.
         AlreadyWrappedError: If it is one already.
         ContainerWithoutForwardError: If it has no `forward` that could gather.
     """
+    if not isinstance(cast(object, module), nn.Module):
+        raise NotAModuleError.at(
+            where,
+            expected="an nn.Module",
+            found=repr(module),
+            fix="Wrap the module itself, not a function or a class.",
+        )
     if is_unit(module):
         raise AlreadyWrappedError.at(
             where,
@@ -120,12 +132,21 @@ def refuse_parameters(originals: list[OriginalParameter], where: str) -> None:
     """Raise if a parameter cannot lie in a flat parameter.
 
     Raises:
+        NoValuesError: If one is on the meta device, or lazy.
         NonFloatingParameterError: If one is not a real floating-point tensor.
         ScalarParameterError: If one has no dimension.
         TiedParametersError: If one belongs to another unit already.
     """
     for original in originals:
         parameter, name = original.parameter, original.name
+        if is_lazy(parameter) or parameter.is_meta:
+            raise NoValuesError.at(
+                where,
+                expected="parameters that have values",
+                found=f"'{name}' {'not initialised yet' if is_lazy(parameter) else 'on meta'}",
+                fix="Move the module with to_empty() and initialise it, or run it once if it is "
+                "lazy, before wrapping.",
+            )
         if not parameter.is_floating_point():
             raise NonFloatingParameterError.at(
                 where,

@@ -52,8 +52,8 @@ class ShardedAway(torch.Tensor):
             f"'{name}'",
             expected="weights in memory",
             found=f"{func} outside of its unit's forward, when only shards are in memory",
-            fix="Call the wrapped module instead of using its weight, or open "
-            "summon_full_params() around what you do.",
+            fix="Call the module that was wrapped instead of using its weight; let the module "
+            "that uses it belong to the same unit; or open summon_full_params() around it.",
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument nobody gives
@@ -108,6 +108,24 @@ class RegisteredNames:
         for module, parameters in self._managed.items():
             for attribute, parameter in parameters.items():
                 module.__dict__[attribute] = parameter if gathered else self._stand_ins[parameter]
+
+    def set_in_forward(self, inside: bool) -> None:
+        """Register the gathered parameters for a forward, as code inside may ask for them.
+
+        `next(self.parameters()).dtype` is a common way of a module to learn its own dtype.
+        """
+        if self._shown:
+            return
+        for module, parameters in self._managed.items():
+            if inside:
+                for attribute in parameters:
+                    module.__dict__.pop(attribute, None)
+                registered = {**module._parameters, **parameters}
+                module._parameters.clear()
+                module._parameters.update({name: registered[name] for name in self._order[module]})
+            else:
+                for attribute in parameters:
+                    module._parameters.pop(attribute, None)
 
     def hide(self) -> None:
         """Register the flat parameters, and let the modules find stand-ins."""

@@ -27,12 +27,14 @@ class RootSchedule:
     def __init__(
         self,
         units: Sequence[Unit],
+        number: int,
         explain_disagreement: Callable[[str], None],
     ) -> None:
         """Take charge of ``units``, root first, in an order that all ranks share.
 
         Args:
             units: All units of the tree.
+            number: Tells this model from others, and is equal on all ranks.
             explain_disagreement: Called on every rank with this rank's order of units when
                 the orders differ; raises the error that says who differs in what.
         """
@@ -43,7 +45,7 @@ class RootSchedule:
         self._order: list[Unit] = []  # of the first forward since the last backward
         self._backwards: dict[int, Backward] = {}  # by autograd's number of the run
         for index, unit in enumerate(self.units):
-            unit.index, unit.schedule = index, self
+            unit.index, unit.root_number, unit.schedule = index, number, self
 
     @property
     def root(self) -> Unit:

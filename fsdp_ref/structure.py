@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from fsdp_ref.rank_group import Placement
 from fsdp_ref.unit import Unit
 
+_models: Counter[tuple[int, ...]] = Counter()
 
-def describe_units(units: Sequence[Unit]) -> str:
-    """Write down what all ranks must have in common, one fact in each line."""
-    lines = []
+
+def count_models(placement: Placement) -> int:
+    """Return how many units were built over the same ranks so far, equal on all of them."""
+    ranks = tuple(rank for group in placement.groups for rank in group.ranks)
+    _models[ranks] += 1
+    return _models[ranks]
+
+
+def describe_units(units: Sequence[Unit], number: int) -> str:
+    """Write down what all ranks must have in common, one fact in each line.
+
+    Args:
+        units: All units of a model, root first.
+        number: Which of the models built over these ranks it is.
+
+    Returns:
+        The lines.
+    """
+    lines = [f"model number {number} over these ranks"]
     for unit in units:
         copies = f" in {unit.placement.copies} copies" if unit.placement.copies > 1 else ""
-        lines.append(f"{unit.where} over {unit.group.size} ranks{copies}")
+        kept = "" if unit.placement.reshard_after_forward else ", kept whole after a forward"
+        lines.append(f"{unit.where} over {unit.group.size} ranks{copies}{kept}")
         for flat_param in unit.flat_params:
             kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
+            lines.append(f"{unit.where}: {flat_param._precision}")
             lines += [
                 f"{unit.where}: '{slot.name}' {slot.shape} {kind}"
                 for slot in flat_param._layout.slots

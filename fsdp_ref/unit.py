@@ -101,6 +101,7 @@ class Unit:
         self.group, self.placement = placement.shard, placement
         self.registered = registered
         self.index = 0  # position in the tree of units, equal on all ranks
+        self.root_number = 0  # tells models apart that are alive at the same time
         self.state = ShardState.SHARDED
         self.summoned = False  # inside summon_full_params
         self.phases: list[Phase] = []  # innermost last; IDLE when empty
@@ -121,11 +122,6 @@ class Unit:
     def unsharded_bytes(self) -> int:
         """Bytes of unsharded parameters now in memory."""
         return sum(flat_param.unsharded_bytes for flat_param in self.flat_params)
-
-    @property
-    def unsharded_numel(self) -> int:
-        """Elements of the unit's parameters when unsharded, padding included."""
-        return sum(flat_param._layout.padded_numel for flat_param in self.flat_params)
 
     # State
 
@@ -169,8 +165,11 @@ class Unit:
 
     def leave_forward(self) -> None:
         """Return from a FORWARD to the phase that was there before it."""
-        if self.phases and self.phases[-1] is Phase.FORWARD:
+        if self.phase is Phase.FORWARD:
             self.phases.pop()
+        if Phase.FORWARD not in self.phases:
+            self.registered.set_in_forward(False)
+            self.registered.set_gathered(self.state is ShardState.UNSHARDED)
 
     # Memory
 
@@ -235,6 +234,7 @@ class Unit:
         for flat_param in self.flat_params:
             flat_param.follow_requires_grad()
         self.unshard()
+        self.registered.set_in_forward(True)
         if not torch.is_grad_enabled():
             return None, args, kwargs
         call = Call(self, forward, self.generations())
@@ -347,8 +347,10 @@ class Unit:
 
     def tag(self, number: int, *, reduction: bool) -> int:
         """Return the number that keeps a flat parameter's messages apart from all others."""
-        # Gathers and reductions of different units never meet: each has a number of its own.
-        return (self.index * 64 + number) * 2 + int(reduction)
+        # Gathers and reductions of different units, and of different models, never meet: each
+        # has a number of its own. The remainders keep it within the 31 bits that a tag may have.
+        unit = self.root_number % 256 * 8192 + self.index % 8192
+        return (unit * 64 + number % 64) * 2 + int(reduction)
 
     def record_collective(
         self, operation: str, flat_param: FlatParameter, dtype: torch.dtype

@@ -200,3 +200,94 @@ def test_the_survivors_of_a_killed_rank_get_an_error(moment):
     with pytest.raises(RankFailure) as caught:
         run_ranks(2, killed, moment)
     assert "the survivor got its error" in str(caught.value)
+
+
+class AsksForItsDtype(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.own = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        names = [name for name, _ in self.named_parameters()]
+        assert names == ["own", "inner.weight", "inner.bias"], names
+        return self.inner(x.to(next(self.parameters()).dtype)) + self.own
+
+
+def asks_inside_its_forward():
+    model = FSDP(AsksForItsDtype())
+    model(torch.ones(2, 3)).sum().backward()
+    assert [name for name, _ in model.named_parameters()] == ["_flat_param"]
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    with pytest.raises(errors.NotGatheredError):
+        model.module.own.sum()
+
+
+def test_a_module_finds_its_parameters_inside_its_forward():
+    run_ranks(2, asks_inside_its_forward)
+
+
+def two_models_in_another_order():
+    one, other = nested(seeded()), nested(seeded())
+    with torch.no_grad():
+        for flat_param in other.parameters():
+            flat_param.fill_(2.0)
+    for model in (one, other) if dist.get_rank() == 0 else (other, one):
+        model(my_part(whole_batch()))
+
+
+def test_models_of_equal_shapes_are_told_apart():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, two_models_in_another_order)
+    assert caught.value.error_type == "RankDisagreementError"
+    assert "model number" in str(caught.value)
+
+
+def two_models_later_in_another_order():
+    """Both were used once, in the same order: only the messages can tell them apart."""
+    models = [nested(seeded()), nested(seeded())]
+    for model in models:
+        model(my_part(whole_batch()))
+    for model in models if dist.get_rank() == 0 else models[::-1]:
+        model(my_part(whole_batch()))
+
+
+def test_models_of_equal_shapes_never_exchange_weights():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, two_models_later_in_another_order, dist_timeout=3)
+    assert caught.value.error_type == "SilentRanksError"
+
+
+def differing(arguments):
+    model = nested(seeded())
+    model = FSDP(seeded(), **arguments[dist.get_rank()])
+    with pytest.raises(errors.RankDisagreementError):
+        model(my_part(whole_batch()))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ({}, {"mixed_precision": {"param_dtype": torch.bfloat16}}),
+        ({}, {"mixed_precision": {"reduce_dtype": torch.float32}}),
+        ({}, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ({}, {"sharding_strategy": "NO_SHARD"}),
+    ],
+    ids=["parameters", "reduction", "kept whole", "not sharded"],
+)
+def test_ranks_with_different_arguments_disagree_instead_of_hanging(arguments):
+    run_ranks(2, differing, arguments)
+
+
+def not_modules():
+    for wrong in (None, len, nn.Linear):
+        with provokes(fsdp_ref.FullyShardedDataParallel, errors.NotAModuleError, match="nn.Module"):
+            fsdp_ref.FullyShardedDataParallel(wrong)
+    for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
+        with provokes(fsdp_ref.FullyShardedDataParallel, errors.NoValuesError, match="weight"):
+            fsdp_ref.FullyShardedDataParallel(empty)
+
+
+def test_what_is_no_module_or_has_no_values_is_refused():
+    run_ranks(2, not_modules)
