@@ -2,7 +2,8 @@
 
 Built whole, the model must fit into every rank's memory once, although each keeps only a part of
 it. Inside `enable_wrap` each layer is sharded as soon as it exists, before the next one is made,
-so the peak is the shards so far and one layer, which exists twice while it is being sharded.
+so the peak is the shards so far, one layer, and that layer's shard. The last four bytes are the
+one element that stands for all weights that are not in memory.
 
 Run on any machine, no GPU needed:
 
@@ -11,8 +12,8 @@ Run on any machine, no GPU needed:
 Expected output:
 
     bytes of the whole model: 2,105,344
-    built whole, then sharded: peak 2,172,160, kept 526,336
-    built piece by piece:      peak 790,528, kept 526,336
+    built whole, then sharded: peak 2,172,164, kept 526,340
+    built piece by piece:      peak 790,532, kept 526,340
 """
 
 # --8<-- [start:body]
