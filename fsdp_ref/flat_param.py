@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -49,25 +49,10 @@ from fsdp_ref.layout import FlatLayout
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.precision import Precision
 from fsdp_ref.rank_group import Placement, RankGroup
+from fsdp_ref.storage import allocate, empty, not_a_number, refuse_lost_writes
 
 FULL_PRECISION = Precision()
 _TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatParameter.grad extends
-
-
-@cache
-def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the one element that all sharded parameters of this kind read as."""
-    return torch.full((), float("nan"), dtype=dtype, device=device)
-
-
-def allocate(tensor: Tensor) -> None:
-    """Give a tensor its memory back; the contents are undefined."""
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-
-def empty(tensor: Tensor) -> None:
-    """Free a tensor's memory; the tensor and its views stay usable after `allocate`."""
-    tensor.untyped_storage().resize_(0)
 
 
 def _cannot_be_copied() -> CopyError:
@@ -238,7 +223,8 @@ class FlatParameter(nn.Parameter):
         return self._full.untyped_storage().nbytes() + exact
 
     def prepare(self) -> None:
-        """Fill in the attributes that exist from first use."""
+        """Fill in the attributes that exist from first use; refuse to go on after a lost write."""
+        refuse_lost_writes(self.compute_dtype, self.device)
         self._fp32_shard = self.data
         self._full_param_padded = self._full
         if self.compute_dtype != self.dtype and self._fp16_shard is None:

@@ -208,8 +208,8 @@ class FullyShardedDataParallel(Wrapper):
 
     def _rename(self, name: str) -> None:
         before, self._unit.name = self._unit.where, name
-        group = self._unit.group
-        group.asked = group.asked.replace(before, self._unit.where, 1)
+        for group in self._unit.placement.groups:
+            group.asked = group.asked.replace(before, self._unit.where, 1)
 
     def _root(self) -> FullyShardedDataParallel:
         outer = None if self._outer is None else self._outer()

@@ -184,10 +184,11 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Issue the all-gathers of all flat parameters together. Collective."""
+        for flat_param in self.flat_params:
+            flat_param.prepare()
         self.move(ShardState.UNSHARDING)
         self._gathered = self.generations()
         for number, flat_param in enumerate(self.flat_params):
-            flat_param.prepare()
             with explained(f"{self.where}, all-gather", [self.group]):
                 self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
             self.record_collective("all-gather", flat_param, flat_param.compute_dtype)

@@ -41,6 +41,7 @@ ORDER = (
     "registered",
     "flat_param",
     "originals",
+    "storage",
     "precision",
     "collectives",
     "rank_group",
