@@ -1,9 +1,10 @@
 """Fully Sharded Data Parallel, written to be read.
 
 Reading order for newcomers: `layout` (which rank owns which element), `states` (what memory
-holds, where the step is), `flat_param` (one tensor, its shard, its views), `collectives`,
-`unit` (a step, hook by hook), `schedule` (the order of units, the end of the backward), and
-`fully_sharded`, which people construct and call.
+holds, where the step is), `flat_param` (one tensor, its shard, its views), `registered` (what a
+module finds under a weight's name), `collectives`, `unit` (a step, hook by hook), `backward` (who
+is reduced when, and how a backward ends), `schedule` (what stays in memory), and `fully_sharded`,
+which people construct and call.
 """
 
 from fsdp_ref.flat_param import FlatParameter

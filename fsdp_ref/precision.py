@@ -16,6 +16,13 @@ these settings. A policy may return another one for a single unit.
 | `cast_root_forward_inputs` | whether the root does | yes |
 
 State dicts and `summon_full_params` show parameters in their own dtype.
+
+No class of modules is exempt. Torch's class gives batch norm a unit of its own in full precision;
+here a policy that returns `{"mixed_precision": {"param_dtype": torch.float32,
+"cast_forward_inputs": True}}` for it does the same.
+
+A gradient scaler has to see all shards, or one rank skips a step that the others take. Torch's
+`ShardedGradScaler` does; the plain `GradScaler` looks at one rank's shards only.
 """
 
 from __future__ import annotations
