@@ -7,12 +7,14 @@ A unit holds one [FlatParameter][fsdp_ref.flat_param.FlatParameter] per original
 shard and its gradient. The full weights live in a second tensor, `_full_param_padded`, whose
 memory exists only while the unit is unsharded.
 
-The original parameters are views of `_full_param_padded`, made once and never replaced:
-emptying the storage frees the memory, filling it again brings the same views back to life.
-That is why tensors that autograd saved in the forward are still valid in the backward.
+The original parameters, which the module computes with, are views of `_full_param_padded` while
+the unit is unsharded. So are the tensors that autograd saves in the forward. Emptying the storage
+frees the memory and leaves those tensors in place; filling it again brings them back to life for
+the backward.
 
-`module.weight` leads to the original parameter while the unit is unsharded. While it is
-sharded, it leads to a stand-in, which has a shape and a dtype and refuses to compute.
+`module.weight` leads to the original parameter while the unit is unsharded. While it is sharded,
+it leads to a stand-in, which has a shape and a dtype and refuses to compute. An original parameter
+that somebody kept from before wrapping reads as NaN then.
 
 When a parameter's gradient is complete it is divided by the number of ranks and copied into
 one long gradient. The sum of those over the ranks is the mean over the global batch, if the
