@@ -21,7 +21,7 @@ from fsdp_ref.errors import OptimizerBeforeWrappingError, UnsynchronizedStepErro
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.originals import unit_that_owns
 from fsdp_ref.states import Phase
-from fsdp_ref.unit import Unit
+from fsdp_ref.unit import Schedule, Unit
 
 
 @cache
@@ -73,6 +73,7 @@ def refuse_unreduced(flat_params: Sequence[FlatParameter], where: str) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Drop gathered weights of every unit that the optimizer may have changed."""
+    schedules: dict[Schedule, None] = {}  # a model has one, however many units it has
     for parameter in _parameters(optimizer):
         if isinstance(parameter, FlatParameter):
             parameter._updates += 1
@@ -80,4 +81,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if unit is not None and unit.phase is Phase.IDLE:
                 unit.reshard()
                 if unit.schedule is not None:
-                    unit.schedule.weights_changed()
+                    schedules[unit.schedule] = None
+    for schedule in schedules:
+        schedule.weights_changed()
