@@ -377,6 +377,7 @@ FAULTS = [
     ('id="x"', 'id="top"', "id 'top' appears 2 times"),
     ("<h2", "<h3", "a heading of level 3 follows one of level 1"),
     ("<h2", "<h1>again</h1><h2", "exactly one first-level heading"),
+    ("<h2", "<p>Args:\n    word: The word.</p><h2", "shows 'Args:' as plain text"),
 ]
 
 

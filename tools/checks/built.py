@@ -29,6 +29,12 @@ QUIET_LINKS = {"canonical", "alternate", "prev", "next", "author", "license"}
 CSS_LOAD = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])\s*((?:https?:)?//[^'")\s]+)""")
 
 
+# A table or list made from a section has the title alone; running text goes on behind it.
+RAW_SECTION = re.compile(
+    r"\s*((?:Args|Attributes|Returns|Yields|Raises|Examples?|Tip(?:: [^\n]*)?):)\s*\n\s*\S"
+)
+
+
 @dataclass
 class Page(HTMLParser):
     """What one HTML file refers to and offers."""
@@ -38,6 +44,7 @@ class Page(HTMLParser):
     links: list[tuple[int, str]] = field(default_factory=list)
     loads: list[tuple[int, str]] = field(default_factory=list)
     headings: list[tuple[int, int]] = field(default_factory=list)
+    raw_sections: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Read the file."""
@@ -64,6 +71,11 @@ class Page(HTMLParser):
                 self.loads += [(line, url) for url in CSS_LOAD.findall(value)]
         if re.fullmatch("h[1-6]", tag):
             self.headings.append((line, int(tag[1])))
+
+    def handle_data(self, data: str) -> None:
+        """Note sections of a docstring that were not understood as such."""
+        if match := RAW_SECTION.match(data):
+            self.raw_sections.append((self.getpos()[0], match[1]))
 
 
 def check_links(root: Path) -> Result:
@@ -97,6 +109,8 @@ def faults(page: Page, pages: dict[Path, Page]) -> Iterator[tuple[int, str]]:
         else:
             yield from ((line, fault) for fault in link_faults(page, url, pages))
     yield from heading_faults(page)
+    for line, section in page.raw_sections:
+        yield line, f"shows '{section}' as plain text; put a blank line before it in the docstring"
 
 
 def heading_faults(page: Page) -> Iterator[tuple[int, str]]:
