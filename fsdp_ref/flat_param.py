@@ -177,6 +177,7 @@ class FlatParameter(nn.Parameter):
             leaf._fsdp_owner = original.name  # type: ignore[attr-defined]  # a mark of ours
             hook = partial(_take_gradient, myself, index)
             leaf.requires_grad_(True)  # torch refuses the hook otherwise
+            # torch leaves the registration untyped
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.follow_requires_grad()
 

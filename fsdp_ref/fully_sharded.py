@@ -383,7 +383,7 @@ class FullyShardedDataParallel(Wrapper):
         with full_parameters(units, groups[0] if groups else [], writeback=writeback):
             yield
 
-    def state_dict(  # type: ignore[override]
+    def state_dict(  # type: ignore[override]  # torch declares overloads, one deprecated
         self,
         *,
         destination: dict[str, Any] | None = None,
@@ -488,6 +488,7 @@ class FullyShardedDataParallel(Wrapper):
         # What `to`, `half`, `cuda` and their like call, with a function of one tensor. The
         # shards follow it as parameters do; the full tensors are then made anew to match.
         self.reshard()
+        # torch leaves `_apply` untyped
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for flat_param in self._unit.flat_params:
             flat_param.point_originals_at_full()

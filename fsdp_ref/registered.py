@@ -26,7 +26,8 @@ class ShardedAway(torch.Tensor):
     """
 
     _name: str
-    # Metadata is read without asking; operations end in __torch_dispatch__.
+    # Metadata is read without asking; operations end in __torch_dispatch__. The value is torch's
+    # own way of saying so, though it declares a method here.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -87,6 +88,7 @@ class RegisteredNames:
         }
         for module in self._managed:
             refuse = self._refuse_partial_export
+            # torch leaves the registration untyped
             module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         self._shown = False
         self.hide()

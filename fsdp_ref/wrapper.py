@@ -63,6 +63,7 @@ class Wrapper(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for example a `Sequential`."""
+        # whether it can be indexed is the wrapped module's business
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

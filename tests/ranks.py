@@ -215,7 +215,8 @@ class _Server:
             return
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
+                if stream is not None:
+                    stream.close()
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:

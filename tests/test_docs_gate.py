@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ FORM = [
 
 @pytest.mark.parametrize(("old", "new", "message"), FORM, ids=[case[2] for case in FORM])
 def test_a_snippet_that_cannot_be_copied_and_run(tree, old, new, message):
-    mutate = lambda: change(tree, A_SNIPPET, old, new)  # noqa: E731
+    mutate = partial(change, tree, A_SNIPPET, old, new)
     told = new_problems(snippet_form.check_form, tree, mutate)
     assert A_SNIPPET in told
     assert message in told
@@ -138,14 +139,14 @@ def test_a_missing_version_of_a_snippet(tree):
 
 
 def test_a_snippet_that_no_page_shows(tree):
-    mutate = lambda: change(tree, "site/guides/wrapping.md", r"^--8<--.*policies\.md\"$", "")  # noqa: E731
+    mutate = partial(change, tree, "site/guides/wrapping.md", r"^--8<--.*policies\.md\"$", "")
     told = new_problems(snippet_form.check_on_pages, tree, mutate)
     assert "snippets/wrapping/policies:1: no page shows it" in told
 
 
 def test_a_page_that_shows_a_snippet_that_does_not_exist(tree):
     line = '\n--8<-- "site/generated/snippets/wrapping/plicies.md"\n'
-    mutate = lambda: append(tree, A_PAGE, line)  # noqa: E731
+    mutate = partial(append, tree, A_PAGE, line)
     assert A_PAGE in new_problems(snippet_form.check_on_pages, tree, mutate)
 
 
@@ -180,28 +181,28 @@ NAMES = [
     ("file", "old", "new", "name"), [c[1:] for c in NAMES], ids=[c[0] for c in NAMES]
 )
 def test_a_documented_name_that_the_code_lacks(tree, file, old, new, name):
-    mutate = lambda: change(tree, file, old, new)  # noqa: E731
+    mutate = partial(change, tree, file, old, new)
     told = new_problems(docstring_form.check_names, tree, mutate)
     assert file in told
     assert f"documents {name}, which the code does not have" in told
 
 
 def test_an_undocumented_parameter(tree):
-    mutate = lambda: change(tree, A_MODULE, r"^        word: ", "        other: ")  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, r"^        word: ", "        other: ")
     told = new_problems(docstring_form.check_public, tree, mutate)
     assert "rank_lists: parameter word is not under `Args:`" in told
 
 
 def test_a_public_function_without_a_docstring(tree):
     old = r'^(def rank_lists\([^:]*:[^"]*)"""(?:.|\n)*?"""'
-    mutate = lambda: change(tree, A_MODULE, old, r"\1pass")  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, old, r"\1pass")
     told = new_problems(docstring_form.check_public, tree, mutate)
     assert "rank_lists: has no docstring" in told
 
 
 def test_an_export_that_no_page_shows(tree):
     file = "site/reference/wrapping.md"
-    mutate = lambda: change(tree, file, r"^::: fsdp_ref\.auto_wrap$", "::: fsdp_ref.wrap")  # noqa: E731
+    mutate = partial(change, tree, file, r"^::: fsdp_ref\.auto_wrap$", "::: fsdp_ref.wrap")
     told = new_problems(docstring_form.check_public, tree, mutate)
     assert "auto_wrap is on no page" in told
 
@@ -209,7 +210,7 @@ def test_an_export_that_no_page_shows(tree):
 def test_a_promised_error_that_no_test_provokes(tree):
     old = r"^    Raises:\n        GroupWordError"
     new = "    Raises:\n        KeyError: Never.\n        GroupWordError"
-    mutate = lambda: change(tree, A_MODULE, old, new)  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, old, new)
     told = new_problems(raises.check_raises, tree, mutate)
     assert "promises KeyError, and no test provokes it" in told
 
@@ -246,7 +247,7 @@ TIPS = [
 
 @pytest.mark.parametrize(("text", "message"), [c[1:] for c in TIPS], ids=[c[0] for c in TIPS])
 def test_a_tip_must_be_collected_and_proved(tree, text, message):
-    mutate = lambda: change(tree, A_MODULE, r"\n\n# Pitfalls\n", f"{text}\n# Pitfalls\n")  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, r"\n\n# Pitfalls\n", f"{text}\n# Pitfalls\n")
     told = new_problems(docstring_form.check_tips, tree, mutate)
     if message:
         assert A_MODULE in told
@@ -257,7 +258,7 @@ def test_a_tip_must_be_collected_and_proved(tree, text, message):
 
 def test_a_tip_whose_proof_is_removed(tree):
     proof = r"^\s+Proof: process_groups/experts_through_a_policy\n"
-    mutate = lambda: change(tree, A_MODULE, proof, "")  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, proof, "")
     assert "has no proof" in new_problems(docstring_form.check_tips, tree, mutate)
 
 
@@ -269,7 +270,7 @@ def test_a_tip_on_an_object_that_no_page_shows(tree):
         'def _divisors(number: int) -> list[int]:\n    """Divide.\n\n    Tip: Divide\n        '
         'Well.\n\n        Proof: wrapping/policies\n    """'
     )
-    mutate = lambda: change(tree, A_MODULE, old, new)  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, old, new)
     assert "gives a tip and is on no page" in new_problems(docstring_form.check_tips, tree, mutate)
 
 
@@ -293,13 +294,13 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_code_on_a_page_that_nothing_ran(tree, block):
-    mutate = lambda: append(tree, A_PAGE, "\n" + block)  # noqa: E731
+    mutate = partial(append, tree, A_PAGE, "\n" + block)
     assert A_PAGE in new_problems(pages.check_fences, tree, mutate)
 
 
 def test_python_in_a_docstring_that_nothing_ran(tree):
     block = "\n\n```python\nx = 1\n```\n\n# Pitfalls\n"
-    mutate = lambda: change(tree, A_MODULE, r"\n\n# Pitfalls\n", block)  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, r"\n\n# Pitfalls\n", block)
     assert A_MODULE in new_problems(pages.check_fences, tree, mutate)
 
 
@@ -337,20 +338,20 @@ def test_numbers_without_a_unit_are_fine(tmp_path, text):
 
 
 def test_a_figure_in_a_docstring(tree):
-    mutate = lambda: change(tree, A_MODULE, r"\n\n# Pitfalls\n", "\n\nSaves 75%.\n\n# Pitfalls\n")  # noqa: E731
+    mutate = partial(change, tree, A_MODULE, r"\n\n# Pitfalls\n", "\n\nSaves 75%.\n\n# Pitfalls\n")
     assert A_MODULE in new_problems(pages.check_figures, tree, mutate)
 
 
 @pytest.mark.parametrize("file", [A_PAGE, A_MODULE, A_SNIPPET])
 def test_a_misspelling(tree, file):
-    mutate = lambda: append(tree, file, f"\n# Reci{'eve'} it\n")  # noqa: E731
+    mutate = partial(append, tree, file, f"\n# Reci{'eve'} it\n")
     told = new_problems(commands.check_spelling, tree, mutate)
     assert file in told
 
 
 def test_an_inventory_that_is_not_what_the_names_give(tree):
     name = "torch.nn.Linear generated/torch.nn.Linear.html\n"
-    mutate = lambda: append(tree, "tools/prebuild/torch_names.txt", name)  # noqa: E731
+    mutate = partial(append, tree, "tools/prebuild/torch_names.txt", name)
     told = new_problems(commands.check_inventory, tree, mutate)
     assert "run `python -m tools.prebuild.inventory`" in told
 

@@ -20,7 +20,7 @@ Expected output:
     after the backward      | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | float32 32 B      | float32 32 B
     after the step          | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | float32 32 B      | float32 32 B
     after zero_grad         | True        | (15,)      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | None      | None              | None
-"""  # noqa: E501
+"""
 
 # --8<-- [start:body]
 import os

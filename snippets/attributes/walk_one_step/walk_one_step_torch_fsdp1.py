@@ -20,7 +20,7 @@ Expected output:
     after the backward      | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | float32 32 B
     after the step          | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | float32 32 B
     after zero_grad         | float32 32 B | bfloat16 0 B | bfloat16 0 B       | absent    | absent            | None
-"""  # noqa: E501
+"""
 
 # --8<-- [start:body]
 import os

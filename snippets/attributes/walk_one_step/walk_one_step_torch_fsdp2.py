@@ -20,7 +20,7 @@ Expected output:
     after the backward      | DTensor       | float32 32 B             | bfloat16 0 B     | float32 40 B
     after the step          | DTensor       | float32 32 B             | bfloat16 0 B     | float32 40 B
     after zero_grad         | DTensor       | float32 32 B             | bfloat16 0 B     | None
-"""  # noqa: E501
+"""
 
 # --8<-- [start:body]
 import os
