@@ -17,31 +17,24 @@ which follows at once.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref import agreement, process_groups
 from fsdp_ref.at_exit import wait_for_threads_at_exit
 from fsdp_ref.errors import (
     InnerUnitBeforeRootError,
-    RootOnlyError,
     SummonContextError,
 )
 from fsdp_ref.flat_param import flatten
-from fsdp_ref.full_params import full_parameters
 from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import refuse_unreduced, watch_optimizers
 from fsdp_ref.originals import (
-    cast_buffers,
     collect_originals,
     move_buffers,
     refuse_module,
@@ -49,24 +42,15 @@ from fsdp_ref.originals import (
 )
 from fsdp_ref.precision import as_precision
 from fsdp_ref.registered import RegisteredNames
-from fsdp_ref.schedule import RootSchedule
-from fsdp_ref.state_dict import (
-    clean_name,
-    fill_in_full_values,
-    insert_wrapped,
-    restore_dtypes,
-    strip_wrapped,
-    take_own_values,
-)
 from fsdp_ref.states import Phase
 from fsdp_ref.strategies import place
-from fsdp_ref.structure import count_models, describe_units
+from fsdp_ref.structure import count_models
 from fsdp_ref.unit import Unit
-from fsdp_ref.wrapper import Wrapper
+from fsdp_ref.weights import WeightAccess
 from fsdp_ref.wrapping import apply_policy
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(WeightAccess):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Collective: every rank constructs the same units, with the same arguments, in the same
@@ -124,8 +108,6 @@ class FullyShardedDataParallel(Wrapper):
         >>> dist.destroy_process_group()
     """
 
-    _is_fsdp_unit = True
-
     def __init__(
         self,
         module: nn.Module,
@@ -159,81 +141,10 @@ class FullyShardedDataParallel(Wrapper):
         flat_params = flatten(collect_originals(module), placement, device, precision)
         self._unit = Unit(name, flat_params, placement, RegisteredNames(self, flat_params))
         self._precision = precision
-        self._buffer_dtypes: dict[str, torch.dtype] = {}  # before they were cast
-        self._schedule: RootSchedule | None = None
         self._number = count_models(placement)
-        self._outer: weakref.ref[FullyShardedDataParallel] | None = None
-        self._adopt_inner_units()
+        self._start_alone()
         watch_optimizers()
         wait_for_threads_at_exit()
-
-    # The tree of units
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The live process group of this unit. Collective at first use: it may be created then."""
-        self._set_up()
-        return self._unit.group.live
-
-    @staticmethod
-    def fsdp_modules(module: nn.Module) -> list[FullyShardedDataParallel]:
-        """Return all units in ``module``, outer before inner. Not collective.
-
-        Args:
-            module: Any module.
-
-        Returns:
-            The units, in the order of `module.modules()`.
-        """
-        return [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]
-
-    def check_is_root(self) -> bool:
-        """Return whether this is the outermost unit. Not collective."""
-        return self._root() is self
-
-    def _adopt_inner_units(self) -> None:
-        """Tell inner units who is around them, and what they are called from here."""
-        for name, part in self._named_units():
-            if part is not self:
-                part._rename(name)
-                part._schedule = None
-                if part._outer is None or part._outer() is None:
-                    part._outer = weakref.ref(self)
-
-    def _named_units(self) -> Iterator[tuple[str, FullyShardedDataParallel]]:
-        """Yield this unit and all inner ones, outer first, under the plain model's names."""
-        for name, part in self.named_modules():
-            if isinstance(part, FullyShardedDataParallel):
-                yield clean_name(name), part
-
-    def _rename(self, name: str) -> None:
-        before, self._unit.name = self._unit.where, name
-        for group in self._unit.placement.groups:
-            group.asked = group.asked.replace(before, self._unit.where, 1)
-
-    def _root(self) -> FullyShardedDataParallel:
-        outer = None if self._outer is None else self._outer()
-        return self if outer is None else outer._root()
-
-    def _set_up(self) -> RootSchedule:
-        """Name the units, create their groups, compare them across ranks. Collective, once."""
-        root = self._root()
-        if root._schedule is None:
-            units = []
-            for name, part in root._named_units():
-                part._rename(name)
-                part._buffer_dtypes |= cast_buffers(part.module, part._precision.buffer_dtype)
-                units.append(part._unit)
-            # Groups first: they are compared over all ranks, also if the root's own differ.
-            process_groups.create([group for unit in units for group in unit.placement.groups])
-            root._compare("structure of the model", describe_units(units, root._number))
-            differ = partial(root._compare, "order of the units")
-            root._schedule = RootSchedule(units, root._number, differ)
-        return root._schedule
-
-    def _compare(self, topic: str, mine: str) -> None:
-        for group in self._unit.placement.groups:
-            agreement.compare(topic, mine, group.ranks)
 
     # A step
 
@@ -348,165 +259,3 @@ class FullyShardedDataParallel(Wrapper):
         for part in self.fsdp_modules(self):
             if part._unit.phase is Phase.IDLE and not part._unit.summoned:
                 part._unit.reshard()
-
-    # Weights in and out
-
-    @contextmanager
-    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-        """Give every module its full parameters back while the context is open. Collective.
-
-        Inside, names, shapes and order are those of the model before wrapping. It gathers all
-        units at once, so the whole model has to fit in memory. Also callable on the class, with
-        any module that contains units: `FullyShardedDataParallel.summon_full_params(model)`.
-
-        Args:
-            recurse: Include the inner units.
-            writeback: Keep edits. All ranks have to make the same ones.
-
-        Yields:
-            Nothing; the parameters are in their modules.
-
-        Raises:
-            SummonContextError: If entered again inside itself, or during a forward.
-            SummonDisagreementError: If ranks wrote different values; nothing is kept then.
-
-        Tip: Make the same edit on every rank
-            Each rank keeps only its own part of what it wrote. An edit on one rank alone would
-            leave a weight that is half old and half new; here it raises, and nothing is kept.
-
-            Proof: tips/edit_inside_summon
-        """
-        parts = FullyShardedDataParallel.fsdp_modules(self)
-        parts = [part for part in parts if recurse or part is self]
-        groups = [part._set_up().groups for part in parts]
-        units = [part._unit for part in parts]
-        with full_parameters(units, groups[0] if groups else [], writeback=writeback):
-            yield
-
-    def state_dict(  # type: ignore[override]  # torch declares overloads, one deprecated
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """Return the full weights under the plain model's names. Collective.
-
-        Every rank calls it and every rank gets the whole dict; it gathers one unit at a time
-        and leaves the model as it was. Values own their memory.
-
-        Args:
-            destination: Fill this dict instead of a new one.
-            prefix: Put this before every key.
-            keep_vars: Leave `requires_grad` as it is on the values.
-
-        Returns:
-            A dict that loads into the plain model, and back into this one at any number of
-            ranks.
-
-        Tip: Call state_dict on every rank, write on one
-            The full weights exist nowhere until all ranks bring their shards together. Calling
-            `state_dict` on one rank only waits for the others until the process group's time
-            limit.
-
-            Proof: tips/save_on_every_rank
-        """
-        self._set_up()
-        into: dict[str, Any] = {} if destination is None else {"destination": destination}
-        with self._unit.registered.names_shown():
-            result: dict[str, Any] = super().state_dict(prefix=prefix, keep_vars=True, **into)
-        strip_wrapped(result, prefix)
-        fill_in_full_values(self._unit, result, prefix)
-        restore_dtypes(result, prefix, self._buffer_dtypes)
-        if not keep_vars:
-            for key, value in result.items():
-                if isinstance(value, Tensor) and key.startswith(prefix):
-                    result[key] = value.detach()
-        return result
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load full weights under the plain model's names, on every rank. Local.
-
-        Each rank copies its own part of every value. It works at any number of ranks. Give all
-        ranks the same values: nothing compares them.
-
-        Args:
-            state_dict: Full values, as from the plain model or from `state_dict`.
-            strict: Raise if keys are missing or unexpected.
-            assign: Take over buffers instead of copying them; parameters are copied always.
-
-        Returns:
-            The missing and the unexpected keys.
-
-        Raises:
-            RuntimeError: If `strict` and the keys differ, or if a shape differs.
-        """
-        result = super().load_state_dict(state_dict, strict=False, assign=assign)
-        for keys in (result.missing_keys, result.unexpected_keys):
-            keys[:] = [clean_name(key) for key in keys]
-        if strict and (result.missing_keys or result.unexpected_keys):
-            raise RuntimeError(
-                f"{self._unit.where}: missing keys {result.missing_keys}, unexpected keys "
-                f"{result.unexpected_keys}. With strict=False what fits is loaded."
-            )
-        return result
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        # torch calls this before it descends into the wrapped module, which then finds only
-        # its buffers and the keys of inner units.
-        take_own_values(self._unit, state_dict, prefix, missing_keys, error_msgs)
-        insert_wrapped(state_dict, prefix)
-
-    # Behaving like the module inside
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` on every module, with full parameters, and keep what it writes. Collective.
-
-        Args:
-            fn: Called on each module, as by `nn.Module.apply`; must do the same on all ranks.
-
-        Returns:
-            The model itself.
-        """
-        if self._unit.summoned:  # by the enclosing unit, whose apply has come down to here
-            return super().apply(fn)
-        with self.summon_full_params():
-            return super().apply(fn)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # What `to`, `half`, `cuda` and their like call, with a function of one tensor. The
-        # shards follow it as parameters do; the full tensors are then made anew to match.
-        self.reshard()
-        # torch leaves `_apply` untyped
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for flat_param in self._unit.flat_params:
-            flat_param.point_originals_at_full()
-        self._unit.registered.follow_dtype_and_device()
-        return self
-
-    def extra_repr(self) -> str:
-        """Show the unit's size and who shares it."""
-        flat = self._unit.flat_params
-        total = sum(p._layout.total_numel for p in flat)
-        shard = sum(p.numel() for p in flat)
-        return f"numel={total}, shard_numel={shard}, ranks={list(self._unit.group.ranks)}"
-
-    def _root_only(self, method: str) -> None:
-        if not self.check_is_root():
-            raise RootOnlyError.at(
-                self._unit.where,
-                expected=f"{method}() on the outermost unit",
-                found="an inner unit",
-                fix="Call it on the model that you wrapped last.",
-            )

@@ -7,7 +7,6 @@ The methods appear in the order in which a training step fires them. A unit neve
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,18 +14,17 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_ref.collectives import PendingGather, PendingReduction, bytes_per_gather, explained
+from fsdp_ref.collectives import PendingReduction, explained
 from fsdp_ref.errors import (
     DoubleBackwardError,
-    ShardStateError,
     WeightsChangedError,
 )
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.inputs_outputs import alias_inputs, tensors_in, warn_of_output
 from fsdp_ref.rank_group import Placement
-from fsdp_ref.recording import record, watch
 from fsdp_ref.registered import RegisteredNames
-from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
+from fsdp_ref.states import Phase
+from fsdp_ref.unit_state import UnitState
 
 _moments = itertools.count(1)
 _MOST_OPEN_CALLS = 4096  # forwards whose backward never comes must not pile up
@@ -85,8 +83,8 @@ class Call:
             self.unit.post_backward(self)
 
 
-class Unit:
-    """The flat parameters of one wrapped module, their memory state and place in the step."""
+class Unit(UnitState):
+    """The hooks of one wrapped module, and the forwards that a backward may come back to."""
 
     def __init__(
         self,
@@ -96,131 +94,9 @@ class Unit:
         registered: RegisteredNames,
     ) -> None:
         """Start in SHARDED and IDLE; `schedule` is set when the root is set up."""
-        self.name = name
-        self.flat_params = list(flat_params)
-        self.group, self.placement = placement.shard, placement
-        self.registered = registered
-        self.index = 0  # position in the tree of units, equal on all ranks
-        self.root_number = 0  # tells models apart that are alive at the same time
-        self.state = ShardState.SHARDED
-        self.summoned = False  # inside summon_full_params
-        self.phases: list[Phase] = []  # innermost last; IDLE when empty
+        super().__init__(name, flat_params, placement, registered)
         self.schedule: Schedule | None = None
         self.calls: deque[Call] = deque(maxlen=_MOST_OPEN_CALLS)  # that backward may return to
-        self._gathers: list[PendingGather] = []
-        self._gathered: list[tuple[int, int]] = []
-        for flat_param in self.flat_params:
-            flat_param._unit = weakref.ref(self)
-        watch(self)
-
-    @property
-    def where(self) -> str:
-        """How messages name this unit."""
-        return f"unit '{self.name or 'root'}'"
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of unsharded parameters now in memory."""
-        return sum(flat_param.unsharded_bytes for flat_param in self.flat_params)
-
-    # State
-
-    def move(self, to: ShardState) -> None:
-        """Change the shard state; the only place that does.
-
-        Args:
-            to: The new state.
-
-        Raises:
-            ShardStateError: If the table of legal moves does not allow it.
-        """
-        if to not in LEGAL_MOVES[self.state]:
-            legal = " or ".join(sorted(state.name for state in LEGAL_MOVES[self.state]))
-            raise ShardStateError.at(
-                self.where,
-                expected=f"a move from {self.state.name} to {legal}",
-                found=f"a move to {to.name}",
-                fix="Was unshard() or reshard() called by hand during a forward or a backward?",
-            )
-        self.state = to
-
-    @property
-    def phase(self) -> Phase:
-        """The innermost phase the unit is in."""
-        return self.phases[-1] if self.phases else Phase.IDLE
-
-    def enter(self, phase: Phase) -> None:
-        """Enter a phase; a FORWARD is pushed on the stack, a backward phase replaces the last."""
-        if phase not in NEXT_PHASES[self.phase]:
-            raise ShardStateError.at(
-                self.where,
-                expected=f"phase {self.phase.name} to be followed by another",
-                found=phase.name,
-                fix="The hooks fired out of order; please report the module that does this.",
-            )
-        if phase is not Phase.FORWARD and self.phases:
-            self.phases.pop()
-        if phase is not Phase.IDLE:
-            self.phases.append(phase)
-
-    def leave_forward(self) -> None:
-        """Return from a FORWARD to the phase that was there before it."""
-        if self.phase is Phase.FORWARD:
-            self.phases.pop()
-        if Phase.FORWARD not in self.phases:
-            self.registered.set_in_forward(False)
-            self.registered.set_gathered(self.state is ShardState.UNSHARDED)
-
-    # Memory
-
-    def unshard(self) -> None:
-        """Make the full parameters available. Collective, unless they are there already."""
-        if self.state is ShardState.UNSHARDED and self._gathered != self.generations():
-            self.reshard()  # the shards changed since: never use stale weights
-        if self.state is ShardState.SHARDED:
-            self.start_unshard()
-        if self.state is ShardState.UNSHARDING:
-            self.finish_unshard()
-
-    def start_unshard(self) -> None:
-        """Issue the all-gathers of all flat parameters together. Collective."""
-        for flat_param in self.flat_params:
-            flat_param.prepare()
-        self.move(ShardState.UNSHARDING)
-        self._gathered = self.generations()
-        for number, flat_param in enumerate(self.flat_params):
-            with explained(f"{self.where}, all-gather", [self.group]):
-                self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
-            self.record_collective("all-gather", flat_param, flat_param.compute_dtype)
-
-    def finish_unshard(self) -> None:
-        """Wait for the all-gathers; the module sees full parameters afterwards."""
-        gathers, self._gathers = self._gathers, []
-        with explained(f"{self.where}, all-gather", [self.group]):
-            for gather in gathers:
-                gather.wait()
-        for flat_param in self.flat_params:
-            flat_param.finish_unshard()
-        self.move(ShardState.UNSHARDED)
-        self.registered.set_gathered(True)
-        record(self.name, self.phase.value, "unshard")
-
-    def reshard(self) -> None:
-        """Drop the full parameters; nothing happens when they are not in memory."""
-        if self.state is ShardState.SHARDED:
-            return
-        for gather in self._gathers:
-            gather.wait()
-        self._gathers.clear()
-        self.registered.set_gathered(False)
-        for flat_param in self.flat_params:
-            flat_param.free()
-        self.move(ShardState.SHARDED)
-        record(self.name, self.phase.value, "reshard")
-
-    def generations(self) -> list[tuple[int, int]]:
-        """Return one value per flat parameter that changes whenever its shard does."""
-        return [flat_param.generation for flat_param in self.flat_params]
 
     # A step
 
@@ -345,23 +221,3 @@ class Unit:
         if self.schedule is None:
             raise RuntimeError(f"{self.where} has no root yet; this is a bug in fsdp_ref")
         return self.schedule
-
-    def tag(self, number: int, *, reduction: bool) -> int:
-        """Return the number that keeps a flat parameter's messages apart from all others."""
-        # Gathers and reductions of different units, and of different models, never meet: each
-        # has a number of its own. The remainders keep it within the 31 bits that a tag may have.
-        unit = self.root_number % 256 * 8192 + self.index % 8192
-        return (unit * 64 + number % 64) * 2 + int(reduction)
-
-    def record_collective(
-        self, operation: str, flat_param: FlatParameter, dtype: torch.dtype
-    ) -> None:
-        """Record that shards of a flat parameter go to the other ranks."""
-        record(
-            self.name,
-            self.phase.value,
-            operation,
-            bytes_on_wire=bytes_per_gather(flat_param.numel(), dtype, self.group),
-            group=self.group.ranks,
-            dtype=dtype,
-        )

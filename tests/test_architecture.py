@@ -16,6 +16,8 @@ ROOT = Path(fsdp_ref.__file__).parent
 ORDER = (
     "__init__",
     "fully_sharded",
+    "weights",
+    "unit_module",
     "wrapper",
     "wrapping",
     "policies",
@@ -37,6 +39,7 @@ ORDER = (
     "exact",
     "copies",
     "unit",
+    "unit_state",
     "inputs_outputs",
     "registered",
     "flat_param",

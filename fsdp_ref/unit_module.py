@@ -1,0 +1,124 @@
+"""A wrapped module's place in the tree of units: who is around it, who is inside, who is first.
+
+The outermost unit, the root, sets the whole tree up when it is first used: names, groups, the
+comparison of ranks, and the schedule.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fsdp_ref import agreement, process_groups
+from fsdp_ref.errors import RootOnlyError
+from fsdp_ref.originals import cast_buffers
+from fsdp_ref.precision import Precision
+from fsdp_ref.schedule import RootSchedule
+from fsdp_ref.state_dict import clean_name
+from fsdp_ref.structure import describe_units
+from fsdp_ref.unit import Unit
+from fsdp_ref.wrapper import Wrapper
+
+
+class UnitModule(Wrapper):
+    """A wrapper that holds a unit and knows the units around and inside it."""
+
+    _is_fsdp_unit = True
+
+    _unit: Unit
+    _precision: Precision
+    _number: int  # tells models apart that were built over the same ranks
+
+    def _start_alone(self) -> None:
+        """Begin as a root that nothing has used yet; adopt the units that are inside already."""
+        self._buffer_dtypes: dict[str, torch.dtype] = {}  # before they were cast
+        self._schedule: RootSchedule | None = None
+        self._outer: weakref.ref[UnitModule] | None = None
+        self._adopt_inner_units()
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The live process group of this unit. Collective at first use: it may be created then."""
+        self._set_up()
+        return self._unit.group.live
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module) -> list[UnitModule]:
+        """Return all units in ``module``, outer before inner. Not collective.
+
+        Args:
+            module: Any module.
+
+        Returns:
+            The units, in the order of `module.modules()`.
+        """
+        return [part for part in module.modules() if isinstance(part, UnitModule)]
+
+    def check_is_root(self) -> bool:
+        """Return whether this is the outermost unit. Not collective."""
+        return self._root() is self
+
+    def _adopt_inner_units(self) -> None:
+        """Tell inner units who is around them, and what they are called from here."""
+        for name, part in self._named_units():
+            if part is not self:
+                part._rename(name)
+                part._schedule = None
+                if part._outer is None or part._outer() is None:
+                    part._outer = weakref.ref(self)
+
+    def _named_units(self) -> Iterator[tuple[str, UnitModule]]:
+        """Yield this unit and all inner ones, outer first, under the plain model's names."""
+        for name, part in self.named_modules():
+            if isinstance(part, UnitModule):
+                yield clean_name(name), part
+
+    def _rename(self, name: str) -> None:
+        before, self._unit.name = self._unit.where, name
+        for group in self._unit.placement.groups:
+            group.asked = group.asked.replace(before, self._unit.where, 1)
+
+    def _root(self) -> UnitModule:
+        outer = None if self._outer is None else self._outer()
+        return self if outer is None else outer._root()
+
+    def _set_up(self) -> RootSchedule:
+        """Name the units, create their groups, compare them across ranks. Collective, once."""
+        root = self._root()
+        if root._schedule is None:
+            units = []
+            for name, part in root._named_units():
+                part._rename(name)
+                part._buffer_dtypes |= cast_buffers(part.module, part._precision.buffer_dtype)
+                units.append(part._unit)
+            # Groups first: they are compared over all ranks, also if the root's own differ.
+            process_groups.create([group for unit in units for group in unit.placement.groups])
+            root._compare("structure of the model", describe_units(units, root._number))
+            differ = partial(root._compare, "order of the units")
+            root._schedule = RootSchedule(units, root._number, differ)
+        return root._schedule
+
+    def _compare(self, topic: str, mine: str) -> None:
+        for group in self._unit.placement.groups:
+            agreement.compare(topic, mine, group.ranks)
+
+    def extra_repr(self) -> str:
+        """Show the unit's size and who shares it."""
+        flat = self._unit.flat_params
+        total = sum(p._layout.total_numel for p in flat)
+        shard = sum(p.numel() for p in flat)
+        return f"numel={total}, shard_numel={shard}, ranks={list(self._unit.group.ranks)}"
+
+    def _root_only(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RootOnlyError.at(
+                self._unit.where,
+                expected=f"{method}() on the outermost unit",
+                found="an inner unit",
+                fix="Call it on the model that you wrapped last.",
+            )
