@@ -1,0 +1,106 @@
+"""Calling, generating, copying, and the names that show."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref import errors, timeline
+from tests.questions.claims import (
+    loss,
+    on_ranks,
+)
+from tests.toy import (
+    WIDTH,
+    Stack,
+    assert_equal_gradients,
+    assert_near,
+    mean_square,
+    my_part,
+    nested,
+    seeded,
+    whole_batch,
+)
+
+# ---------------------------------------------------------------- forwards of all kinds
+
+
+# pytorch/pytorch#136861
+@on_ranks(2)
+def test_two_forwards_may_be_followed_by_two_backwards_or_by_one_of_the_sum():
+    plain = seeded()
+    (loss(plain, whole=True) + mean_square(plain(-whole_batch()))).backward()
+    for together in (False, True):
+        model = nested(seeded())
+        first, second = loss(model), mean_square(model(-my_part(whole_batch())))
+        for part in [first + second] if together else [first, second]:
+            part.backward()
+        assert_equal_gradients(model, plain)
+
+
+# pytorch/pytorch#82461
+@on_ranks(2)
+def test_generation_with_the_root_gathered_keeps_one_inner_unit_in_memory_at_a_time():
+    plain, model = seeded(), nested(seeded())
+    with torch.no_grad(), timeline() as seen, model.summon_full_params(recurse=False):
+        x = y = whole_batch()[:1]
+        for _ in range(8):
+            y, x = plain(y).repeat(1, 3)[:, :WIDTH], model.module(x).repeat(1, 3)[:, :WIDTH]
+            assert_near(x, y, "state")
+    assert seen.peak_unsharded_bytes == 8 * (12 + 36)  # the head and one layer
+
+
+# pytorch/pytorch#131965
+@on_ranks(2)
+def test_the_root_is_dropped_after_a_forward_without_gradients_and_by_reshard():
+    model = nested(seeded())
+    (root,) = model.parameters(recurse=False)
+    with torch.no_grad():
+        loss(model)
+    assert root._full_param_padded.untyped_storage().nbytes() == 0
+    loss(model)  # a backward may follow: the root stays
+    assert root._full_param_padded.untyped_storage().nbytes() == 8 * 12
+    model.reshard()
+    assert root._full_param_padded.untyped_storage().nbytes() == 0
+
+
+class Shifted(nn.Linear):
+    def forward(self, *, x: Tensor | None = None) -> Tensor:
+        return super().forward(torch.ones(2, self.in_features).double() if x is None else x)
+
+
+# pytorch/pytorch#147531
+@on_ranks(2)
+def test_calls_without_arguments_or_with_keywords_only_work():
+    plain, model = seeded(lambda: Shifted(3, 2)), FSDP(seeded(lambda: Shifted(3, 2)))
+    assert_near(model(), plain(), "no argument")
+    x = torch.ones(1, 3).double()
+    assert_near(model(x=x), plain(x=x), "keyword")
+
+
+# ---------------------------------------------------------------- names, copies
+
+
+# pytorch/pytorch#82070
+@on_ranks(2)
+def test_a_deep_copy_is_refused_with_the_remedy_and_the_remedy_works():
+    model = nested(seeded())
+    with pytest.raises(errors.CopyError, match="Copy before wrapping"):
+        copy.deepcopy(model)
+    second = nested(Stack().double())
+    second.load_state_dict(model.state_dict())
+    first = model.state_dict()
+    assert all(torch.equal(value, first[name]) for name, value in second.state_dict().items())
+
+
+# pytorch/pytorch#111648
+@on_ranks(2)
+def test_no_name_shows_the_wrappers():
+    model = nested(seeded())
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["_flat_param", *(f"layers.{index}._flat_param" for index in range(3))]
+    assert list(model.state_dict()) == list(seeded().state_dict())

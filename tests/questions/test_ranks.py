@@ -1,0 +1,110 @@
+"""What happens when ranks do different things."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_ref import FullyShardedDataParallel as FSDP
+from fsdp_ref import errors
+from tests.parity.training import full_weights
+from tests.questions.claims import (
+    on_ranks,
+)
+from tests.ranks import run_ranks
+from tests.toy import (
+    WIDTH,
+    assert_equal_gradients,
+    assert_near,
+    mean_square,
+    my_part,
+    nested,
+    seeded,
+    whole_batch,
+)
+
+
+class Branches(nn.Module):
+    """Each half of the batch may take another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return self.head(torch.tanh(self.branches[choice](x)))
+
+
+def branch_units(model: Branches) -> FSDP:
+    for index, branch in enumerate(model.branches):
+        model.branches[index] = FSDP(branch)
+    return FSDP(model)
+
+
+# pytorch/pytorch#132068, pytorch/pytorch#84175
+@on_ranks(2)
+def test_alternating_branches_on_all_ranks_alike_train_like_plain_pytorch():
+    plain, model = seeded(Branches), branch_units(seeded(Branches))
+    for choice in (0, 1, 1, 0):
+        plain.zero_grad()
+        model.zero_grad()
+        mean_square(plain(whole_batch(), choice)).backward()
+        mean_square(model(my_part(whole_batch()), choice)).backward()
+        assert_equal_gradients(model, plain)
+
+
+def different_branches() -> None:
+    model = branch_units(seeded(Branches))
+    model(whole_batch(), 0)
+    model.reshard()
+    with pytest.raises(errors.SilentRanksError, match=r"unit 'branches\.[01]'"):
+        model(my_part(whole_batch()), dist.get_rank())
+
+
+# pytorch/pytorch#75902
+def test_ranks_in_different_branches_get_an_error_instead_of_wrong_numbers():
+    run_ranks(2, different_branches, dist_timeout=3.0)
+
+
+def export_on_one_rank() -> None:
+    model = nested(seeded())
+    model(whole_batch())
+    if dist.get_rank() == 0:
+        with pytest.raises(errors.SilentRanksError, match="no answer"):
+            model.state_dict()
+    else:
+        time.sleep(4)
+
+
+# pytorch/pytorch#73383
+def test_state_dict_on_one_rank_only_ends_in_an_error_after_the_time_limit():
+    run_ranks(2, export_on_one_rank, dist_timeout=2.0)
+
+
+# deepspeedai/DeepSpeed#4808
+@on_ranks(2)
+def test_experts_chosen_per_rank_work_when_the_whole_block_is_one_unit():
+    plain, model = seeded(Branches), FSDP(seeded(Branches))
+    halves = whole_batch().chunk(2)
+    (sum(mean_square(plain(half, choice)) for choice, half in enumerate(halves)) / 2).backward()
+    rank = dist.get_rank()
+    mean_square(model(halves[rank], rank)).backward()
+    assert_equal_gradients(model, plain)
+
+
+# pytorch/pytorch#87308
+@on_ranks(2)
+def test_an_unused_parameter_inside_a_used_unit_decays_and_one_in_a_unit_of_its_own_does_not():
+    rate, decay = 0.1, 0.5
+    for wrap, factor in ((FSDP, 1 - rate * decay), (branch_units, 1.0)):
+        model = wrap(seeded(Branches))
+        before = full_weights(model)["branches.1.weight"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+        mean_square(model(my_part(whole_batch()), 0)).backward()
+        optimizer.step()
+        assert_near(full_weights(model)["branches.1.weight"], factor * before, "unused")
