@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
@@ -52,6 +54,35 @@ def test_generation_with_the_root_gathered_keeps_one_inner_unit_in_memory_at_a_t
             y, x = plain(y).repeat(1, 3)[:, :WIDTH], model.module(x).repeat(1, 3)[:, :WIDTH]
             assert_near(x, y, "state")
     assert seen.peak_unsharded_bytes == 8 * (12 + 36)  # the head and one layer
+
+
+def grow(model: Callable[[Tensor], Tensor], x: Tensor, steps: int) -> list[Tensor]:
+    """Feed a model's output back in, as a decoder does."""
+    states = []
+    for _ in range(steps):
+        x = model(x).repeat(1, 3)[:, :WIDTH]
+        states.append(x)
+    return states
+
+
+# huggingface/accelerate#3825
+@on_ranks(2)
+def test_ranks_that_finish_generating_early_go_on_with_steps_that_nobody_reads():
+    plain, model = seeded(), nested(seeded())
+    wanted = [3, 6][dist.get_rank()]
+    x, states = my_part(whole_batch()), []
+    with torch.no_grad(), model.summon_full_params(recurse=False):
+        while True:
+            unfinished = torch.tensor(int(len(states) < wanted))
+            dist.all_reduce(unfinished)
+            if not unfinished:
+                break
+            (x,) = grow(model.module, x, 1)
+            states.append(x)
+    assert len(states) == 6
+    alone = grow(plain, my_part(whole_batch()), wanted)
+    for found, expected in zip(states[:wanted], alone, strict=True):
+        assert_near(found, expected, "state")
 
 
 # pytorch/pytorch#131965
@@ -104,3 +135,31 @@ def test_no_name_shows_the_wrappers():
     names = [name for name, _ in model.named_parameters()]
     assert names == ["_flat_param", *(f"layers.{index}._flat_param" for index in range(3))]
     assert list(model.state_dict()) == list(seeded().state_dict())
+
+
+# pytorch/pytorch#136929
+@on_ranks(2)
+def test_attributes_of_parameters_are_found_again_inside_summon():
+    model = seeded()
+    for name, parameter in model.named_parameters():
+        parameter.no_decay = name.endswith("bias")
+    model = nested(model)
+    loss(model).backward()
+    with model.summon_full_params():
+        found = {name: p.no_decay for name, p in model.named_parameters()}
+    assert found == {name: name.endswith("bias") for name, _ in seeded().named_parameters()}
+
+
+def replace_head_weight(model: FSDP) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(2, WIDTH).double())
+    model(whole_batch())
+
+
+# pytorch/pytorch#132721
+@pytest.mark.xfail(strict=True, reason="the new weight is silently dropped")
+@on_ranks(2)
+def test_a_weight_replaced_after_sharding_is_refused_by_name():
+    model = nested(seeded())
+    model(whole_batch())
+    with pytest.raises(errors.FSDPError, match=r"head\.weight"):
+        replace_head_weight(model)

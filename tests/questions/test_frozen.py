@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ModuleWrapPolicy
@@ -15,6 +16,7 @@ from tests.questions.claims import (
     train,
 )
 from tests.toy import (
+    WIDTH,
     Layer,
     assert_equal_gradients,
     assert_equal_weights,
@@ -73,3 +75,31 @@ def test_freezing_does_not_change_repeated_forwards():
     for _ in range(3):
         with torch.no_grad():
             assert_near(model(whole_batch()), plain(whole_batch()), "output")
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trainable detour of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+# pytorch/pytorch#100945
+@on_ranks(2)
+def test_an_adapter_may_share_a_unit_with_the_frozen_layer_that_it_adapts():
+    plain = seeded(lambda: nn.Sequential(Adapted(), Adapted()))
+    model = seeded(lambda: nn.Sequential(Adapted(), Adapted()))
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Adapted}))
+    before = full_weights(model)
+    train(ADAMW, plain, model)
+    assert_equal_weights(model, plain)
+    after = full_weights(model)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {f"{index}.base.{name}" for index in (0, 1) for name in ("weight", "bias")}

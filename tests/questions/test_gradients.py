@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp_ref
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import errors, process_groups, timeline
-from tests.parity.training import full_gradients, full_weights
+from tests.parity.training import full_gradients, full_weights, units
 from tests.questions.claims import (
     backward_beside,
     loss,
@@ -178,3 +182,59 @@ def test_ranks_with_different_halves_of_a_batch_give_the_gradient_of_the_whole()
     plain, model = seeded(), nested(seeded())
     backward_beside(plain, model)
     assert_equal_gradients(model, plain)
+
+
+# ---------------------------------------------------------------- hooks, names
+
+
+# meta-pytorch/torchrec#4268
+@on_ranks(2)
+def test_only_post_accumulate_hooks_fire_and_see_the_shard_of_the_mean_gradient():
+    plain, model = seeded(), one_unit(seeded())
+    (flat_param,) = model.parameters()
+    seen, never = [], []
+    flat_param.register_hook(never.append)
+    flat_param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for step in range(1, 3):
+        plain.zero_grad()
+        model.zero_grad()
+        backward_beside(plain, model)
+        assert (len(never), len(seen)) == (0, step)
+    whole = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    mine = whole.split(59)[dist.get_rank()]  # of 117 elements; the last shard ends in padding
+    assert_near(seen[-1][: mine.numel()], mine, "shard of the gradient")
+
+
+# pytorch/pytorch#120879
+@on_ranks(2)
+def test_norms_of_single_parameters_come_from_shards_with_one_collective():
+    plain, model = seeded(), nested(seeded())
+    backward_beside(plain, model)
+    names, squares = [], []
+    for prefix, unit in units(model):
+        for flat_param in unit.parameters(recurse=False):
+            layout, rank = flat_param._layout, flat_param._group.rank
+            for slot in layout.slots:
+                _, start, count = layout.overlap(slot, rank)
+                squares.append(flat_param.grad[start : start + count].square().sum())
+                names.append(".".join(filter(None, (prefix, slot.name))))
+    sums = torch.stack(squares)
+    dist.all_reduce(sums)
+    found = dict(zip(names, sums.sqrt(), strict=True))
+    assert set(found) == {name for name, _ in plain.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        assert_near(found[name], parameter.grad.norm(), name)
+
+
+CALLS = re.compile(r"\bmodel\.(\w+)\(")
+
+
+# facebookresearch/fairscale#455
+def test_every_method_that_pages_docstrings_and_snippets_call_on_a_model_exists():
+    root = Path(fsdp_ref.__file__).parents[1]
+    files = [root / "README.md", *root.glob("fsdp_ref/*.py"), *root.glob("snippets/*/*/*.py")]
+    files += [path for path in root.glob("site/**/*.md") if "generated" not in path.parts]
+    files = [path for path in files if "_torch_" not in path.name]
+    called = {name: path for path in files for name in CALLS.findall(path.read_text())}
+    assert {"state_dict", "clip_grad_norm_", "no_sync"} <= set(called)
+    assert {name: path for name, path in called.items() if not hasattr(FSDP, name)} == {}

@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import errors, process_groups
-from tests.parity.training import full_weights
+from fsdp_ref import errors, process_groups, timeline
+from tests.parity.training import full_gradients, full_weights
 from tests.questions.claims import (
     SGD,
     backward_beside,
+    loss,
     numel,
     numel_of,
     on_ranks,
     train,
 )
 from tests.toy import (
+    WIDTH,
     Layer,
     assert_equal_gradients,
     assert_equal_weights,
@@ -92,3 +95,43 @@ def test_the_second_copy_can_export_too():
     arguments = {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}
     exported = FSDP(seeded(), **arguments).state_dict()
     assert all(torch.equal(exported[name], value) for name, value in seeded().state_dict().items())
+
+
+# discuss.pytorch.org/t/200913
+@on_ranks(4)
+def test_across_copies_travels_the_shard_and_not_the_model():
+    model = FSDP(seeded(), process_group=("set2", "mod2"), sharding_strategy="HYBRID_SHARD")
+    with timeline() as seen:
+        loss(model).backward()
+    sent = [e for e in seen.events if e.operation == "all-reduce" and e.dtype == torch.float64]
+    copies, shard = 2, 59  # half of the 117 elements
+    assert [e.bytes_on_wire for e in sent] == [8 * shard * 2 * (copies - 1) // copies]
+    assert sent[0].group == (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
+
+
+def two_experts() -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+
+
+# NVIDIA/Megatron-LM#5956
+@on_ranks(4)
+def test_an_experts_gradient_has_to_be_divided_by_the_world_and_not_by_its_group():
+    # Two experts on four ranks. A rank computes its expert on the tokens of both ranks of its
+    # block; the copy of the expert in the other block does so for the tokens there.
+    index, block = dist.get_rank() % 2, dist.get_rank() // 2
+    plain, experts, batch = seeded(two_experts), seeded(two_experts), whole_batch()
+    (sum(plain[i](batch[i::2]).square().mean(1).sum() for i in range(2)) / 12).backward()
+    true = torch.nn.utils.get_total_norm([p.grad for p in plain[index].parameters()])
+
+    model = FSDP(nn.Sequential(FSDP(experts[index], process_group="mod2")))
+    mine = batch[6 * block :][:6][index::2]
+    (model(mine).square().mean(1).sum() / 3).backward()  # 3 tokens per rank
+    (flat_param,) = model.parameters()
+
+    def ratio() -> float:
+        found = torch.nn.utils.get_total_norm(list(full_gradients(model).values()))
+        return (found / true).item()
+
+    assert ratio() == pytest.approx(2.0, rel=1e-9)
+    flat_param.grad.mul_(flat_param._group.size / dist.get_world_size())
+    assert ratio() == pytest.approx(1.0, rel=1e-9)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
@@ -15,7 +22,9 @@ from tests.questions.claims import (
     on_ranks,
 )
 from tests.toy import (
+    WIDTH,
     Layer,
+    Stack,
     assert_equal_gradients,
     assert_near,
     mean_square,
@@ -93,6 +102,51 @@ def test_a_class_policy_looks_through_checkpoint_wrappers():
     assert len(FSDP.fsdp_modules(model)) == 1 + 3
 
 
+class Block(nn.Sequential):
+    """Two layers, whose results in between a backward needs."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+        super().__init__(*layers)
+
+
+def kept_after_forward(model: nn.Module) -> dict[str, int]:
+    """Count which inputs and inner results of blocks are still in memory after a forward."""
+    inputs, results = [], []
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(lambda _, args: inputs.append(storage_of(args[0])))
+            module[1].register_forward_hook(lambda _, args, y: results.append(storage_of(y)))
+    value = loss(model)
+    kept = {
+        name: sum(not reference.expired() for reference in references)
+        for name, references in (("inputs", inputs), ("results", results))
+    }
+    value.backward()
+    return kept
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+# huggingface/accelerate#4172
+@on_ranks(2)
+def test_checkpointing_what_the_policy_matches_keeps_one_input_per_block_and_nothing_inside():
+    def build() -> FSDP:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), Block()).double()
+        return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+    plain, model = build(), build()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 3
+    assert kept_after_forward(plain) == {"inputs": 3, "results": 3}
+    assert kept_after_forward(model) == {"inputs": 3, "results": 0}
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_near(found.grad, expected.grad, "gradient")
+
+
 # ---------------------------------------------------------------- memory, traffic
 
 
@@ -118,3 +172,31 @@ def test_a_step_of_full_sharding_sends_half_as_much_again_as_without():
         sent[strategy] = seen.bytes_sent("all-gather") + seen.bytes_sent("reduce-scatter")
     share = 64 * 4 * 3 // 4  # (W - 1) / W of the model
     assert sent == {"FULL_SHARD": 3 * share, "SHARD_GRAD_OP": 2 * share}
+
+
+# pytorch/pytorch#104509
+@on_ranks(2)
+def test_never_more_than_the_root_and_two_layers_are_in_memory():
+    model = nested(seeded(lambda: Stack(depth=6)))
+    with timeline() as seen:
+        loss(model).backward()
+    assert seen.peak_unsharded_bytes <= 8 * (12 + 2 * 36)
+
+
+# discuss.pytorch.org/t/222103 (torch's fully_shard)
+@on_ranks(4)
+def test_fully_shard_with_a_number_keeps_a_larger_shard_after_the_forward_and_the_same_gradient():
+    plain, model = (
+        seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(2)
+    )
+    mesh = init_device_mesh("cpu", (4,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    shards = [p.to_local().numel() for p in model.parameters()]
+    value = mean_square(model(my_part(whole_batch(width=8))))
+    assert [p.to_local().numel() for p in model.parameters()] == [2 * numel for numel in shards]
+    value.backward()
+    mean_square(plain(whole_batch(width=8))).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_near(found.grad.full_tensor(), expected.grad, "gradient")

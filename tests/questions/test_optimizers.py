@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import errors, timeline
-from tests.parity.training import full_weights
+from tests.parity.training import full_weights, mean_over_ranks
 from tests.questions.claims import (
     SGD,
+    backward_beside,
     loss,
     on_ranks,
     train,
@@ -95,3 +99,60 @@ def test_a_shard_edited_between_two_evaluations_changes_the_second():
                 parameter.mul_(0.5)
         assert_near(model(whole_batch()), plain(whole_batch()), "output")
         assert not torch.equal(loss(model), before)
+
+
+# mosaicml/composer#3493
+@on_ranks(2)
+def test_an_optimizer_of_some_parameters_changes_those_and_no_others():
+    model = seeded()
+    model.head = FSDP(model.head)
+    model = nested(model)
+    before = full_weights(model)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=0.1)
+    loss(model).backward()
+    optimizer.step()
+    after = full_weights(model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+def normalised_step(parameters: Iterable[Tensor]) -> None:
+    """Move each tensor by the direction of its gradient: a norm over all of its elements."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter -= 0.5 * parameter.grad / parameter.grad.norm()
+
+
+# lab:per-norm-fsdp2, facebookresearch/fairscale#767 (optimizers that need norms)
+@on_ranks(2)
+def test_an_optimizer_that_needs_norms_differs_on_flat_shards_and_not_on_fully_shards_tensors():
+    plain, flat, other = seeded(), nested(seeded()), seeded()
+    fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
+    backward_beside(plain, flat)
+    loss(other).backward()
+    for model in (plain, flat, other):
+        normalised_step(model.parameters())
+    weights = full_weights(flat)
+    gaps = []
+    for (name, expected), tensor in zip(plain.named_parameters(), other.parameters(), strict=True):
+        assert_near(tensor.full_tensor(), expected, name)
+        gaps.append((weights[name] - expected).abs().max())
+    assert max(gaps) > 1e-2
+
+
+# huggingface/accelerate#2665
+@on_ranks(2)
+def test_an_optimizer_from_after_wrapping_lowers_the_loss_as_in_plain_pytorch():
+    plain, model = seeded(), nested(seeded())
+    losses = []
+    for part in (plain, model):
+        optimizer, values = torch.optim.AdamW(part.parameters(), lr=0.05), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            value = loss(part, whole=part is plain)
+            value.backward()
+            optimizer.step()
+            values.append(mean_over_ranks(value))
+        losses.append(values)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[1][2] < losses[1][0]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import errors
-from tests.parity.training import full_weights
+from tests.parity.training import full_gradients, full_weights
 from tests.questions.claims import (
+    loss,
     on_ranks,
 )
 from tests.ranks import run_ranks
@@ -108,3 +109,71 @@ def test_an_unused_parameter_inside_a_used_unit_decays_and_one_in_a_unit_of_its_
         mean_square(model(my_part(whole_batch()), 0)).backward()
         optimizer.step()
         assert_near(full_weights(model)["branches.1.weight"], factor * before, "unused")
+
+
+def ranks_have_a_batch(batch: Tensor | None) -> bool:
+    """Return whether every rank still has one. Collective."""
+    flag = torch.tensor(int(batch is not None))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+@torch.no_grad()
+def validate_uneven() -> None:
+    plain, model = seeded(), nested(seeded())
+    rank = dist.get_rank()
+    batches = iter(whole_batch()[: 3 + 2 * rank].split(1))
+    seen = 0
+    while ranks_have_a_batch(batch := next(batches, None)):
+        assert_near(model(batch), plain(batch), "output")
+        seen += 1
+    assert seen == 3
+    for batch in batches:  # rank 1 alone has one left
+        with pytest.raises(errors.SilentRanksError):
+            model(batch)
+
+
+# PrimeIntellect-ai/prime-rl#2515
+def test_ranks_with_unequal_numbers_of_batches_stop_together_when_they_ask_or_time_out():
+    run_ranks(2, validate_uneven, dist_timeout=2.0)
+
+
+class WithImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = FSDP(nn.Linear(3, WIDTH).double())
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, image: Tensor | None) -> Tensor:
+        if image is None:  # take part all the same, without effect
+            return self.head(x + 0.0 * self.vision(torch.zeros(1, 3).double()).sum())
+        return self.head(x + self.vision(image))
+
+
+# pytorch/pytorch#152964
+@on_ranks(2)
+def test_a_rank_without_images_takes_part_with_a_dummy_that_counts_as_zero():
+    torch.manual_seed(0)
+    model = FSDP(WithImages().double())
+    weights = full_weights(model)
+    halves, image = whole_batch().chunk(2), whole_batch(3)[:6]
+    mean_square(model(halves[dist.get_rank()], image if dist.get_rank() == 0 else None)).backward()
+    leaf = {name: weight.requires_grad_() for name, weight in weights.items()}
+    seen = nn.functional.linear(image, leaf["vision.weight"], leaf["vision.bias"])
+    output = nn.functional.linear(halves[0] + seen, leaf["head.weight"], leaf["head.bias"])
+    mean_square(output).backward()  # what rank 0 does, alone
+    for name in ("vision.weight", "vision.bias"):
+        assert_near(full_gradients(model)[name], leaf[name].grad / 2, name)
+
+
+# Tencent-Hunyuan/UniRL#45
+@on_ranks(2)
+def test_a_step_takes_as_long_on_every_rank_as_on_the_slowest():
+    model, delay = nested(seeded()), 0.2
+    loss(model).backward()
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        time.sleep(delay)
+    loss(model).backward()
+    assert time.monotonic() - start >= delay

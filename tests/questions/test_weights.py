@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import errors
+from fsdp_ref import errors, timeline
 from tests.parity.training import full_weights
 from tests.questions.claims import (
     backward_beside,
     loss,
+    numel,
     on_ranks,
 )
 from tests.ranks import run_ranks
@@ -157,6 +158,28 @@ def load_numbered(exported: dict[str, Tensor]) -> dict[str, Tensor]:
     model = FSDP(nn.Linear(5, 21, bias=False))
     model.load_state_dict(exported)
     return model.state_dict()
+
+
+# pytorch/pytorch#104143 (the full form)
+@on_ranks(2)
+def test_an_export_gathers_one_unit_at_a_time():
+    model = nested(seeded())
+    model.state_dict()  # the first use of a model sets it up
+    with timeline() as seen:
+        model.state_dict()
+    assert len(seen.lines("all-gather")) == 4
+    assert seen.peak_unsharded_bytes == 8 * 36  # one layer
+
+
+# huggingface/accelerate#2025
+@on_ranks(2)
+def test_an_export_through_the_wrapper_is_whole_and_one_around_it_is_refused():
+    model = nested(seeded())
+    exported = model.state_dict()
+    assert sum(value.numel() for value in exported.values()) == numel(seeded())
+    for inner in (model.module, model.layers[0].module, model.layers[0].linear):
+        with pytest.raises(errors.NotGatheredError, match="on the wrapped model"):
+            inner.state_dict()
 
 
 # ROCm/Megatron-LM#63

@@ -188,3 +188,14 @@ def test_a_weight_shared_by_all_layers_sums_the_gradients_of_its_uses():
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9),
         "norm",
     )
+
+
+# facebookresearch/fairscale#815
+@on_ranks(2)
+def test_an_export_of_tied_weights_has_every_name_with_equal_values():
+    plain, model = seeded(Tied), FSDP(seeded(Tied))
+    exported = model.state_dict()
+    assert list(exported) == list(plain.state_dict()) == ["emb.weight", "head.weight", "head.bias"]
+    assert torch.equal(exported["emb.weight"], exported["head.weight"])
+    plain.load_state_dict(exported)
+    assert_equal_weights(model, plain)
