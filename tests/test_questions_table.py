@@ -1,0 +1,107 @@
+"""The table of readers' questions and the tests that answer them stay in step."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "tests" / "questions"
+HOW_MANY = 139  # reports are added, never dropped
+FIELDS = {"id", "symptom", "right", "processes", "tests", "page"}
+# Why a report has no test, or not one of all that it asks.
+REASONS = {
+    "needs a GPU",
+    "needs local state dicts",
+    "needs sharded state dicts",
+    "needs optimizer state dicts",
+    "needs checkpoint files",
+    # To go, one by one:
+    "waits for CPU offload",
+    "waits for ignored modules",
+    "waits for keep_low_precision_grads",
+    "waits for sync_module_states",
+    "waits for the meta device",
+    "waits for use_orig_params",
+}
+PAGES = {
+    *("guides/wrapping.md", "guides/initial-weights.md", "guides/weights-in-and-out.md"),
+    *("guides/optimizers.md", "guides/gradients.md", "guides/precision.md", "guides/memory.md"),
+    *("guides/frozen-parameters.md", "guides/ranks-that-differ.md", "guides/control-flow.md"),
+    *("guides/process-groups.md", "guides/communication.md", "guides/coming-from-torch.md"),
+    "reference/errors.md",
+}
+ID = re.compile(r"(?:[\w.-]+/)+[\w.-]+#\d+|lab:[\w-]+|discuss\.pytorch\.org/t/\d+")
+TEST = re.compile(r"((?:^#.*\n)*)(?:^@.*\n)*^def (test_\w+)\(", re.MULTILINE)
+
+
+@cache
+def questions() -> list[dict[str, Any]]:
+    return tomllib.loads((ROOT / "tests" / "questions.toml").read_text())["question"]
+
+
+@cache
+def collected() -> set[str]:
+    """Ask pytest itself which tests the folder has."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, str(FOLDER)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+
+
+def answered_by_comments() -> dict[str, list[str]]:
+    """Return the reports that the comment above each test names."""
+    found = {}
+    for path in sorted(FOLDER.glob("test_*.py")):
+        for comment, name in TEST.findall(path.read_text()):
+            found[f"tests/questions/{path.name}::{name}"] = sorted(ID.findall(comment))
+    return found
+
+
+def test_every_report_is_there_once():
+    counts = Counter(question["id"] for question in questions())
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert len(counts) >= HOW_MANY
+
+
+def faults(question: dict[str, Any]) -> list[str]:
+    """Say what is wrong with a row."""
+    if set(question) - {"why"} != FIELDS:
+        return [f"its fields are {sorted(question)}"]
+    page, why = question["page"].partition("#")[0], question.get("why")
+    rules = {
+        "the id is not a report's": ID.fullmatch(question["id"]),
+        "symptom and right are sentences": all(
+            question[f][-1:] in ".?" for f in ("symptom", "right")
+        ),
+        "processes are 0 to 4": question["processes"] in range(5),
+        f"no page {page} is planned": page in PAGES,
+        f"{why!r} is not among the reasons": why is None or why in REASONS,
+        "it has neither a test nor a reason": question["tests"] or why,
+        "a few ranks on a CPU need no GPU": why != "needs a GPU" or question["processes"] == 0,
+    }
+    return [fault for fault, holds in rules.items() if not holds]
+
+
+def test_every_row_is_complete():
+    assert {question["id"]: found for question in questions() if (found := faults(question))} == {}
+
+
+def test_table_and_folder_name_the_same_tests():
+    named = {test for question in questions() for test in question["tests"]}
+    assert named - collected() == set(), "named in the table, not collected"
+    assert collected() - named == set(), "collected, not named in the table"
+
+
+def test_the_comment_above_a_test_names_the_reports_that_it_answers():
+    rows: dict[str, list[str]] = {}
+    for question in questions():
+        for test in question["tests"]:
+            rows.setdefault(test, []).append(question["id"])
+    assert answered_by_comments() == {test: sorted(ids) for test, ids in rows.items()}
