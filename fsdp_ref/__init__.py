@@ -10,8 +10,9 @@ which people construct and call.
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.fully_sharded import FullyShardedDataParallel
 from fsdp_ref.layout import FlatLayout, ParameterSlot
-from fsdp_ref.recording import Event, Timeline, timeline
+from fsdp_ref.recording import Event, Wait
 from fsdp_ref.states import Phase, ShardState
+from fsdp_ref.timelines import Timeline, timeline
 from fsdp_ref.wrapping import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -34,6 +35,7 @@ __all__ = [
     "Phase",
     "ShardState",
     "Timeline",
+    "Wait",
     "always_wrap_policy",
     "auto_wrap",
     "default_auto_wrap_policy",

@@ -1,22 +1,17 @@
-"""`timeline()` records what happened to every unit, in order, while it is active.
+"""What units report while somebody records: moves, collectives and waits.
 
-When a run is slow or hangs, the order of its collectives says why. Tests assert on that order,
-and snippets print it. When no timeline is active, nothing is recorded.
-
-Tip: Count what your units cost before you tune them
-    `bytes_sent` and `lines` say what one step moved, unit by unit. The root is gathered once and
-    every other unit twice, so what sharding adds to plain data parallelism depends on how much
-    of the model lies in the root.
-
-    Proof: tips/order_of_a_step
+A timeline is a list that is open for a while. Everything that happens in between is put into
+all open ones, with the moment at which it happened. When none is open, a report costs one look
+at an empty list. What can be read out of a timeline stands in `timelines.py`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Protocol
 
 import torch
@@ -42,6 +37,8 @@ class Event:
         dtype: What was sent; ``None`` for moves.
         live_unsharded_bytes: Bytes of unsharded parameters in memory just after, over all
             units of the process.
+        time_ns: When it happened, on the clock of `time.perf_counter_ns`, which the processes of
+            one host share. Two events that differ in nothing else are equal.
     """
 
     unit: str
@@ -51,72 +48,62 @@ class Event:
     group: tuple[int, ...]
     dtype: torch.dtype | None
     live_unsharded_bytes: int
+    time_ns: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How long the program stood still for a collective that was issued earlier.
+
+    On a GPU the program goes on at once and the device waits instead; the device's own profiler
+    shows that.
+
+    Attributes:
+        unit: The unit's name.
+        operation: What it waited for, as in [Event][fsdp_ref.Event].
+        start_ns: When the wait began, on the clock of the events.
+        stop_ns: When it was over.
+    """
+
+    unit: str
+    operation: str
+    start_ns: int
+    stop_ns: int
 
 
 @dataclass(eq=False)  # two that recorded the same are still two
-class Timeline:
-    """The recorded events, in order.
+class Recording:
+    """What was reported while it was open.
 
     Attributes:
-        events: One entry per move or collective, oldest first.
+        events: Moves and collectives, oldest first.
+        waits: Waits for collectives, in the order in which they ended.
     """
 
     events: list[Event] = field(default_factory=list)
-
-    def lines(self, *operations: str) -> list[str]:
-        """Return the events as short texts such as ``"all-gather layers.0"``.
-
-        Args:
-            *operations: Keep these operations only; all of them when none is given.
-
-        Returns:
-            One text per event, in order.
-        """
-        kept = [e for e in self.events if not operations or e.operation in operations]
-        return [f"{event.operation} {event.unit}" for event in kept]
-
-    def bytes_sent(self, operation: str | None = None) -> int:
-        """Return the bytes that this rank sent.
-
-        Args:
-            operation: Count this operation only; all of them when omitted.
-
-        Returns:
-            Bytes, for this rank.
-        """
-        return sum(e.bytes_on_wire for e in self.events if operation in (None, e.operation))
-
-    @property
-    def peak_unsharded_bytes(self) -> int:
-        """The most bytes of unsharded parameters that were in memory at once."""
-        return max((event.live_unsharded_bytes for event in self.events), default=0)
+    waits: list[Wait] = field(default_factory=list)
 
 
-_active: list[Timeline] = []
+_active: list[Recording] = []
 _watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
+_NOT_WAITING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
-def timeline() -> Iterator[Timeline]:
-    """Record moves and collectives of all units of this process while the context is open.
+def reporting_to(recording: Recording) -> Iterator[None]:
+    """Fill ``recording`` while the context is open; contexts nest, and all that are open fill.
 
-    Not collective: any rank may record, alone or together with others. Contexts nest.
+    Args:
+        recording: Where to put what is reported.
 
     Yields:
-        The [Timeline][fsdp_ref.recording.Timeline], filled while the context is open.
-
-    Examples:
-        >>> with timeline() as recorded:
-        ...     pass
-        >>> recorded.lines()
-        []
+        Nothing.
     """
-    recorded = Timeline()
-    _active.append(recorded)
+    _active.append(recording)
     try:
-        yield recorded
+        yield
     finally:
-        _active.remove(recorded)
+        _active.remove(recording)
 
 
 def watch(unit: _Watched) -> None:
@@ -138,10 +125,34 @@ def record(
     group: tuple[int, ...] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Append an event to every active timeline; free of cost when there is none."""
+    """Append an event to every open recording; free of cost when there is none."""
     if not _active:
         return
-    live = live_unsharded_bytes()
-    event = Event(unit or "root", phase, operation, bytes_on_wire, group, dtype, live)
-    for recorded in _active:
-        recorded.events.append(event)
+    now, live = perf_counter_ns(), live_unsharded_bytes()
+    event = Event(unit or "root", phase, operation, bytes_on_wire, group, dtype, live, now)
+    for recording in _active:
+        recording.events.append(event)
+
+
+def waiting(unit: str, operation: str) -> AbstractContextManager[None]:
+    """Note how long the program waits inside the context; free of cost when nobody records.
+
+    Args:
+        unit: The unit's name; empty for the outermost one.
+        operation: What it waits for.
+
+    Returns:
+        The context.
+    """
+    return _timed(unit, operation) if _active else _NOT_WAITING
+
+
+@contextmanager
+def _timed(unit: str, operation: str) -> Iterator[None]:
+    start = perf_counter_ns()
+    try:
+        yield
+    finally:
+        wait = Wait(unit or "root", operation, start, perf_counter_ns())
+        for recording in _active:
+            recording.waits.append(wait)

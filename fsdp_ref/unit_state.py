@@ -15,7 +15,7 @@ from fsdp_ref.collectives import PendingGather, bytes_per_gather, explained
 from fsdp_ref.errors import ShardStateError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import Placement
-from fsdp_ref.recording import record, watch
+from fsdp_ref.recording import record, waiting, watch
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
 
@@ -129,7 +129,7 @@ class UnitState:
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""
         gathers, self._gathers = self._gathers, []
-        with explained(f"{self.where}, all-gather", [self.group]):
+        with explained(f"{self.where}, all-gather", [self.group]), waiting(self.name, "all-gather"):
             for gather in gathers:
                 gather.wait()
         for flat_param in self.flat_params:

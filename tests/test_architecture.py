@@ -17,6 +17,8 @@ ORDER = (
     "__init__",
     "fully_sharded",
     "weights",
+    "timelines",
+    "traces",
     "unit_module",
     "wrapper",
     "wrapping",
