@@ -12,6 +12,7 @@ length. It can also say who is missing, which a collective cannot.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -166,6 +167,36 @@ def exchange(
     # Whoever has written this round has read the last one, so its texts can go.
     store.delete_key(f"{last_round}/{this_rank()}")
     return [text.decode() for text in store.multi_get(keys)]
+
+
+def exchange_through(topic: str, mine: str, groups: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Return the texts of all ranks that can be reached through several groups.
+
+    With the rows and the columns of a grid, everybody hears everybody. Collective: every rank
+    of every group calls this, for the same topics in the same order.
+
+    Args:
+        topic: What the texts are about; begins the message when a rank stays silent.
+        mine: This rank's text.
+        groups: Global ranks of each group; this rank is in all of them.
+
+    Returns:
+        The texts by global rank, in its order.
+
+    Raises:
+        SilentRanksError: If a rank did not hand in its text in time, naming it.
+        GroupMembershipError: If this rank is not in a group, or if there are others but no
+            process group.
+
+    Examples:
+        >>> exchange_through("greeting", "hello", [[0], [0]])
+        {0: 'hello'}
+    """
+    heard = {this_rank(): mine}
+    for ranks in groups:
+        for texts in exchange(topic, json.dumps(heard), ranks):
+            heard |= {int(rank): text for rank, text in json.loads(texts).items()}
+    return dict(sorted(heard.items()))
 
 
 def _check_member(topic: str, ranks: Sequence[int]) -> None:

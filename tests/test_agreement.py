@@ -192,3 +192,29 @@ def test_many_different_texts_are_counted_not_listed():
     clause = agreement.describe_differences({rank: f"{rank}" for rank in range(10)})
 
     assert clause.endswith("; and 6 other texts")
+
+
+def hear_through_rows_and_columns() -> dict[int, str]:
+    rank = dist.get_rank()
+    row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    return agreement.exchange_through("grid", f'text of "{rank}"\n', [row, column])
+
+
+def test_through_rows_and_columns_everybody_hears_everybody():
+    expected = {rank: f'text of "{rank}"\n' for rank in range(4)}
+    for heard in run_ranks(4, hear_through_rows_and_columns):
+        assert heard == expected
+        assert list(heard) == sorted(heard)
+
+
+def hear_nothing() -> None:
+    rank = dist.get_rank()
+    with provokes(agreement.exchange_through, errors.GroupMembershipError, match="include rank"):
+        agreement.exchange_through("grid", "text", [[1 - rank]])
+    if rank == 0:
+        with provokes(agreement.exchange_through, errors.SilentRanksError, match="rank 1 silent"):
+            agreement.exchange_through("grid", "text", [[0], [0, 1]])
+
+
+def test_a_rank_that_is_silent_in_one_of_the_groups_is_named():
+    run_ranks(2, hear_nothing, dist_timeout=1.0)
