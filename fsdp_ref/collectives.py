@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fsdp_ref.errors import FSDPError, SilentRanksError
 from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.recording import record
 
 
 @contextmanager
@@ -180,6 +181,20 @@ def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> lis
 def bytes_per_all_reduce(values: Tensor, group: RankGroup) -> int:
     """Return the bytes one rank sends in an all-reduce of ``values``, done in a ring."""
     return 2 * (group.size - 1) * values.nbytes // group.size
+
+
+def record_all_reduce(call: str, values: Tensor, groups: Sequence[RankGroup]) -> None:
+    """Record an all-reduce that concerns the model as a whole, not one unit.
+
+    Args:
+        call: The method on whose behalf, such as ``"clip_grad_norm_()"``.
+        values: What is about to be combined.
+        groups: Who takes part.
+    """
+    for group in groups:
+        sent = bytes_per_all_reduce(values, group)
+        record(call, "idle", "all-reduce",
+               bytes_on_wire=sent, group=group.ranks, dtype=values.dtype)  # fmt: skip
 
 
 def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, groups: Sequence[RankGroup]) -> Tensor:

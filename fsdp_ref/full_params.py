@@ -13,7 +13,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 
-from fsdp_ref.collectives import all_reduce, explained, gather_versions_of_my_slice
+from fsdp_ref.collectives import (
+    all_reduce,
+    explained,
+    gather_versions_of_my_slice,
+    record_all_reduce,
+)
 from fsdp_ref.copies import versions_of_copies
 from fsdp_ref.errors import SummonContextError, SummonDisagreementError
 from fsdp_ref.exact import exact_parameters
@@ -101,6 +106,7 @@ def write_back(units: Sequence[Unit], groups: Sequence[RankGroup]) -> None:
             disagreeing.append(not all(_same(mine, version) for version in versions))
             changed.append(not _same(flat_param.data, mine))
     verdict = torch.tensor([disagreeing, changed], dtype=torch.int32, device=_device(units))
+    record_all_reduce("summon_full_params()", verdict, groups)
     disagreeing, changed = all_reduce(verdict, dist.ReduceOp.MAX, groups).tolist()
     if any(disagreeing):
         names = [unit.where for unit in units for _ in unit.flat_params]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ref.collectives import all_reduce, explained
+from fsdp_ref.collectives import all_reduce, explained, record_all_reduce
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
 
@@ -53,6 +53,7 @@ def total_norm(
             total = torch.maximum(total, norm)
         else:
             total += norm**norm_type / flat_param._placement.copies
+    record_all_reduce("clip_grad_norm_()", total, groups)
     with explained("clip_grad_norm_", groups):
         if infinite:
             return all_reduce(total, dist.ReduceOp.MAX, groups)

@@ -27,7 +27,8 @@ class Event:
     """One move or one collective of one unit.
 
     Attributes:
-        unit: The unit's name; the outermost one is called ``root``.
+        unit: The unit's name; the outermost one is called ``root``. Where ranks agree on
+            something about the whole model, the call, such as ``clip_grad_norm_()``.
         phase: Where the step was, a value of [Phase][fsdp_ref.states.Phase].
         operation: ``all-gather`` (issued), ``unshard`` (usable now), ``reshard``,
             ``reduce-scatter`` (issued), ``all-reduce`` (copies are averaged, or ranks agree at

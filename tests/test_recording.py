@@ -198,6 +198,27 @@ def test_what_is_reported_is_at_hand_or_simple_arithmetic():
     assert expensive_arguments("record(a, sum(x for x in y))")
 
 
+def whole_model_calls():
+    model = nested(Stack().double())
+    step(model)
+    with timeline() as clipping:
+        model.clip_grad_norm_(1.0)
+    with timeline() as editing, model.summon_full_params():
+        pass
+    return clipping.events, editing.lines("all-reduce")
+
+
+def test_what_ranks_agree_on_about_the_whole_model_is_recorded_under_the_call():
+    for (norm,), editing in run_ranks(2, whole_model_calls):
+        assert (norm.unit, norm.operation, norm.group) == (
+            "clip_grad_norm_()",
+            "all-reduce",
+            (0, 1),
+        )
+        assert (norm.bytes_on_wire, norm.dtype) == (8, torch.float64)
+        assert editing == ["all-reduce summon_full_params()"]
+
+
 # Drawn
 
 
