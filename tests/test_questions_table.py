@@ -31,7 +31,7 @@ REASONS = {
     "waits for use_orig_params",
 }
 PAGES = {
-    *("guides/wrapping.md", "guides/initial-weights.md", "guides/weights-in-and-out.md"),
+    *("guides/wrapping.md", "guides/initialisation.md", "guides/weights-in-and-out.md"),
     *("guides/optimizers.md", "guides/gradients.md", "guides/precision.md", "guides/memory.md"),
     *("guides/frozen-parameters.md", "guides/ranks-that-differ.md", "guides/control-flow.md"),
     *("guides/process-groups.md", "guides/communication.md", "guides/coming-from-torch.md"),
