@@ -18,9 +18,13 @@ from fsdp_ref.wrapping import (
     ModuleWrapPolicy,
     always_wrap_policy,
     auto_wrap,
+    config_auto_wrap_policy,
     default_auto_wrap_policy,
     enable_wrap,
+    lambda_auto_wrap_policy,
+    or_policy,
     size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
     wrap,
 )
 
@@ -38,9 +42,13 @@ __all__ = [
     "Wait",
     "always_wrap_policy",
     "auto_wrap",
+    "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "or_policy",
     "size_based_auto_wrap_policy",
     "timeline",
+    "transformer_auto_wrap_policy",
     "wrap",
 ]

@@ -148,9 +148,21 @@ class NotAModuleError(FSDPError, TypeError):
 
 
 class NoValuesError(FSDPError, ValueError):
-    """A parameter has no values yet: it is on the meta device, or lazy."""
+    """A parameter or buffer has no values, and nothing gives it any: it is on meta, or lazy."""
 
     code = "FSDP113"
+
+
+class OptionError(FSDPError, ValueError):
+    """An argument of a unit, such as `cpu_offload` or `backward_prefetch`, is not understood."""
+
+    code = "FSDP114"
+
+
+class IgnoredStatesError(FSDPError, ValueError):
+    """`ignored_modules` or `ignored_states` names something that cannot be ignored."""
+
+    code = "FSDP115"
 
 
 class PolicyMatchedNothingWarning(FSDPWarning):
@@ -190,6 +202,18 @@ class GroupNotCreatedError(FSDPError, RuntimeError):
     """A process group was needed before the outermost unit had created it."""
 
     code = "FSDP205"
+
+
+class InitialWeightsDifferError(FSDPError, RuntimeError):
+    """Ranks cut their shards from different weights, so the pieces do not belong together."""
+
+    code = "FSDP206"
+
+
+class IdenticalShardsError(FSDPError, RuntimeError):
+    """Ranks wrote the same numbers to their shards: the weight is one block repeated."""
+
+    code = "FSDP207"
 
 
 # 3xx: a training step
@@ -243,6 +267,12 @@ class DoubleBackwardError(FSDPError, RuntimeError):
     code = "FSDP307"
 
 
+class ClippingError(FSDPError, ValueError):
+    """Gradients were to be clipped by something that is no norm, or to no length at all."""
+
+    code = "FSDP309"
+
+
 # 4xx: weights in and out
 
 
@@ -262,3 +292,9 @@ class CopyError(FSDPError, TypeError):
     """A sharded model was copied or pickled, which would lose the hooks that train it."""
 
     code = "FSDP403"
+
+
+class LoadError(FSDPError, RuntimeError):
+    """A state dict does not fit the model; nothing was loaded."""
+
+    code = "FSDP404"

@@ -1,14 +1,29 @@
 """Which parameters a unit takes over, and which modules cannot be a unit at all.
 
-A unit takes every parameter below its module except those of units further inside. Nothing is
-changed here: all refusals come before anything is sharded, so the module stays usable.
+A unit takes every parameter below its module except those of units further inside, and those
+that it was told to ignore. Nothing is changed here: all refusals come before anything is sharded,
+so the module stays usable.
+
+# Ignored on request
+
+`ignored_modules` takes modules, which are left alone with everything inside: parameters,
+buffers and modules. `ignored_states` takes parameters or modules. Left alone means: every rank
+keeps them whole, nothing moves or casts them, no policy makes units of them, they do not count in
+sizes, and *their gradients are not reduced*. So it is for parameters that another mechanism
+looks after, that are frozen, or that cannot be sharded: integer, complex or scalar ones. To keep
+a trainable layer whole and still averaged, ask for `NO_SHARD` instead, see
+[strategies][fsdp_ref.strategies].
+
+The units inside take over what the outer one ignores, and an outer one ignores what the units
+inside it ignore. Modules that are not inside the wrapped one have no effect, so one list can be
+handed to several constructors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_ref.errors import (
     AlreadyWrappedError,
     ContainerWithoutForwardError,
+    IgnoredStatesError,
     NonFloatingParameterError,
     NotAModuleError,
     NoValuesError,
@@ -59,42 +75,192 @@ def is_unit(module: nn.Module) -> bool:
     return bool(getattr(type(module), "_is_fsdp_unit", False))
 
 
-def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def has_forward(module_class: type[nn.Module]) -> bool:
+    """Return whether modules of a class can be called; containers such as `ModuleList` cannot."""
+    return module_class.forward is not nn.Module.forward
+
+
+# What units leave alone
+
+
+@dataclass(frozen=True, eq=False)
+class Ignored:
+    """What a unit, and the units inside it, leave alone.
+
+    Attributes:
+        parameters: The parameters, also those in `modules`.
+        modules: The modules, with all modules inside them.
+    """
+
+    parameters: frozenset[nn.Parameter] = frozenset()
+    modules: frozenset[nn.Module] = frozenset()
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to leave alone."""
+        return bool(self.parameters or self.modules)
+
+    def __or__(self, other: Ignored) -> Ignored:
+        """Return what either leaves alone."""
+        return Ignored(self.parameters | other.parameters, self.modules | other.modules)
+
+    def counted_numel(self, module: nn.Module) -> int:
+        """Return how many elements the parameters in ``module`` have that are not ignored."""
+        return sum(p.numel() for p in module.parameters() if p not in self.parameters)
+
+    def inside(self, module: nn.Module) -> Ignored:
+        """Return the part of it that lies in ``module``."""
+        if not self:
+            return self
+        return Ignored(
+            self.parameters & set(module.parameters()), self.modules & set(module.modules())
+        )
+
+
+NOTHING_IGNORED = Ignored()
+
+
+def resolve_ignored(
+    module: nn.Module, ignored_modules: Any, ignored_states: Any, where: str
+) -> Ignored:
+    """Turn the arguments `ignored_modules` and `ignored_states` into what to leave alone. Local.
+
+    Args:
+        module: The module that is being wrapped.
+        ignored_modules: `None`, or modules.
+        ignored_states: `None`, or parameters or modules; or what an enclosing constructor
+            ignores, which comes on top of `ignored_modules`.
+        where: Who asks, for messages.
+
+    Returns:
+        What lies in `module` and is ignored: what the arguments name, what they contain, and
+        what units inside ignore already.
+
+    Raises:
+        IgnoredStatesError: If both arguments are given, if one is not a collection, or holds
+            something that cannot be ignored: a unit, a sharded parameter, `module` itself, or
+            something that is neither a module nor a parameter.
+    """
+    ignored = NOTHING_IGNORED
+    if isinstance(ignored_states, Ignored):
+        ignored, ignored_states = ignored_states, None
+    if ignored_modules is not None and ignored_states is not None:
+        raise _not_ignorable(
+            where, "both", "Put everything into ignored_states; it takes modules as well.",
+            expected="ignored_modules or ignored_states",
+        )  # fmt: skip
+    for named in _listed("ignored_modules", ignored_modules, nn.Module, where):
+        ignored |= _subtree(named, module, where)
+    for named in _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter), where):
+        if isinstance(named, nn.Module):
+            ignored |= _subtree(named, module, where)
+        elif _is_sharded(named):
+            fix = "Ignore parameters before they are sharded, in the constructor of their unit."
+            raise _not_ignorable(where, "a parameter that a unit has sharded already", fix)
+        else:
+            ignored |= Ignored(frozenset({named}))
+    for part in module.modules():
+        if is_unit(part):
+            ignored |= getattr(part, "_ignored", NOTHING_IGNORED)
+    return ignored.inside(module)
+
+
+def _listed(argument: str, given: Any, kinds: Any, where: str) -> list[Any]:
+    """Return what an argument lists; a module is no list, even one that holds others."""
+    if given is None:
+        return []
+    if isinstance(given, (nn.Module, torch.Tensor, str)) or not isinstance(given, Iterable):
+        raise _not_ignorable(where, f"{argument}={given!r}", "Put it into a list.")
+    listed = list(given)
+    for one in listed:
+        if not isinstance(one, kinds):
+            fix = "Look the objects up in the model: names and plain tensors cannot be ignored."
+            raise _not_ignorable(where, f"{one!r} in {argument}", fix)
+    return listed
+
+
+def _subtree(named: nn.Module, module: nn.Module, where: str) -> Ignored:
+    """Return a module that is to be ignored, with all that is in it."""
+    if is_unit(named):
+        fix = "Name the module before you wrap it, or leave it unwrapped."
+        raise _not_ignorable(where, f"a unit around {type(named).__name__}", fix)
+    parts = frozenset(named.modules())
+    if module in parts:
+        fix = "Leave it unwrapped instead."
+        raise _not_ignorable(where, f"{type(module).__name__}, the module that is wrapped", fix)
+    return Ignored(frozenset(p for p in named.parameters() if not _is_sharded(p)), parts)
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether this is a flat parameter, or an original one that a unit has taken over."""
+    return hasattr(parameter, "_is_sharded") or unit_that_owns(parameter) is not None
+
+
+def _not_ignorable(
+    where: str, found: str, fix: str, expected: str = "modules or parameters inside the module"
+) -> IgnoredStatesError:
+    return IgnoredStatesError.at(where, expected=expected, found=found, fix=fix)
+
+
+# What a unit consists of
+
+
+def own_modules(
+    module: nn.Module, prefix: str = "", ignored: Ignored = NOTHING_IGNORED
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``module`` and those below it that belong to the same unit, with name prefixes."""
     yield prefix, module
     for name, child in module._modules.items():
-        if child is not None and not is_unit(child):
-            yield from own_modules(child, f"{prefix}{name}.")
+        if child is not None and not is_unit(child) and child not in ignored.modules:
+            yield from own_modules(child, f"{prefix}{name}.", ignored)
 
 
-def collect_originals(module: nn.Module) -> list[OriginalParameter]:
+def collect_originals(
+    module: nn.Module, ignored: Ignored = NOTHING_IGNORED
+) -> list[OriginalParameter]:
     """Return each distinct parameter of the unit once, in the module's order."""
     found: dict[int, OriginalParameter] = {}
-    for prefix, part in own_modules(module):
+    for prefix, part in own_modules(module, ignored=ignored):
         for attribute, parameter in part._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in ignored.parameters:
                 original = found.setdefault(id(parameter), OriginalParameter(parameter))
                 original.places.append((part, attribute, prefix + attribute))
     return list(found.values())
 
 
-def move_buffers(module: nn.Module, device: torch.device | None) -> None:
+def move_buffers(
+    module: nn.Module, device: torch.device | None, ignored: Ignored = NOTHING_IGNORED
+) -> None:
     """Move the unit's buffers, which are never sharded, to ``device``, if there is one."""
-    for _, part in own_modules(module):
+    for _, part in own_modules(module, ignored=ignored):
         for name, buffer in part._buffers.items():
             if buffer is not None and device is not None:
                 part._buffers[name] = buffer.to(device)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def cast_buffers(
+    module: nn.Module, dtype: torch.dtype | None, ignored: Ignored = NOTHING_IGNORED
+) -> dict[str, torch.dtype]:
     """Cast the unit's floating-point buffers, and return their names and dtypes from before."""
     before = {}
-    for prefix, part in own_modules(module):
+    for prefix, part in own_modules(module, ignored=ignored):
         for name, buffer in part._buffers.items():
             if dtype is not None and buffer is not None and buffer.is_floating_point():
                 before[prefix + name] = buffer.dtype
                 part._buffers[name] = buffer.to(dtype)
     return before
+
+
+def restore_buffers(
+    module: nn.Module, dtypes: dict[str, torch.dtype], ignored: Ignored = NOTHING_IGNORED
+) -> None:
+    """Cast buffers of the unit back to the dtypes that `cast_buffers` returned."""
+    for prefix, part in own_modules(module, ignored=ignored):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and prefix + name in dtypes:
+                part._buffers[name] = buffer.to(dtypes[prefix + name])
+
+
+# Refusals
 
 
 def refuse_module(module: nn.Module, where: str) -> None:
@@ -119,7 +285,7 @@ def refuse_module(module: nn.Module, where: str) -> None:
             found=f"a unit around {type(getattr(module, 'module', module)).__name__}",
             fix="Wrap a module once; build it again to wrap it differently.",
         )
-    if type(module).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+    if not has_forward(type(module)):
         raise ContainerWithoutForwardError.at(
             where,
             expected="a module with a forward, before which its parameters are gathered",
@@ -152,14 +318,14 @@ def refuse_parameters(originals: list[OriginalParameter], where: str) -> None:
                 where,
                 expected="floating-point parameters",
                 found=f"'{name}' of dtype {parameter.dtype}",
-                fix="Keep it as a buffer: register_buffer() instead of nn.Parameter.",
+                fix="Keep it as a buffer, with register_buffer(), or name it in ignored_states.",
             )
         if parameter.dim() == 0:
             raise ScalarParameterError.at(
                 where,
                 expected="parameters of at least one dimension",
                 found=f"the scalar '{name}'",
-                fix="Give it the shape (1,) instead of ().",
+                fix="Give it the shape (1,) instead of (), or name it in ignored_states.",
             )
         owner = unit_that_owns(parameter)
         if owner is not None:

@@ -1,24 +1,30 @@
-"""Policies: which modules become units. They only answer; `wrapping.py` acts on the answers.
+"""Policies: which modules become units. They only answer; `plan.py` acts on the answers.
 
 A policy is asked about every module of a tree that could be a unit, and answers `False`,
-`True`, or a dict of constructor arguments for that unit. It takes one of three forms: a
-function of a module, a function that wants to know sizes too, or one of torch's objects.
+`True`, or a dict of constructor arguments for that unit. It takes one of three forms:
+
+- a function of a module, or an object that is called with one, such as
+  [ModuleWrapPolicy][fsdp_ref.ModuleWrapPolicy]: does the module become a unit?
+- a function that hears sizes too, in torch's words `(module, recurse, nonwrapped_numel)` or in
+  FairScale's `(module, recurse, unwrapped_params, module_is_root)`. It is asked twice: shall I
+  look inside? And, with so many elements left, does it become a unit?
+- one of torch's objects, which is asked about the whole tree at once.
+
+[or_policy][fsdp_ref.or_policy] combines policies of any form.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from torch import nn
 
+from fsdp_ref.asking import FORCE_LEAF_MODULES, AnyOf, describe_policy
 from fsdp_ref.errors import ContainerWithoutForwardError, PolicyError
-from fsdp_ref.naming import where_is
+from fsdp_ref.originals import has_forward
 
 DEFAULT_MIN_NUM_PARAMS = int(1e8)
-FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
 EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
 
 Answer: TypeAlias = bool | dict[str, Any]
@@ -106,9 +112,9 @@ def default_auto_wrap_policy(
     )
 
 
-for _policy in (size_based_auto_wrap_policy, default_auto_wrap_policy):
+for _by_size in (size_based_auto_wrap_policy, default_auto_wrap_policy):
     # In torch and FairScale these sets hang on the functions; existing code extends copies.
-    vars(_policy).update(
+    vars(_by_size).update(
         FORCE_LEAF_MODULES=FORCE_LEAF_MODULES, EXCLUDE_WRAP_MODULES=EXCLUDE_WRAP_MODULES
     )
 
@@ -133,6 +139,128 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], Answer],
+) -> Answer:
+    """Select by a rule, in torch's words for functions.
+
+    Set `lambda_fn` with `functools.partial`, or hand the rule itself to `auto_wrap`. Not
+    collective.
+
+    Args:
+        module: The module asked about.
+        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
+        nonwrapped_numel: Not looked at.
+        lambda_fn: Takes a module; returns `True`, `False`, or a dict of arguments for its unit.
+
+    Returns:
+        `True` for looking inside; otherwise what `lambda_fn` returns.
+
+    Examples:
+        >>> lambda_auto_wrap_policy(nn.ReLU(), False, 0, lambda m: isinstance(m, nn.ReLU))
+        True
+    """
+    return True if recurse else lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """Select by class, in torch's words for functions.
+
+    Set `transformer_layer_cls` with `functools.partial`. The classes need not be those of a
+    transformer; [ModuleWrapPolicy][fsdp_ref.ModuleWrapPolicy] says the same. Embeddings that are
+    tied stay together in the unit around the layers. Not collective.
+
+    Args:
+        module: The module asked about.
+        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
+        nonwrapped_numel: Not looked at.
+        transformer_layer_cls: The classes, such as `{nn.TransformerEncoderLayer}`.
+
+    Returns:
+        `True` for looking inside; otherwise whether the module is of one of the classes.
+
+    Raises:
+        PolicyError: If something else than module classes is given.
+        ContainerWithoutForwardError: If a class is a container without a `forward`.
+
+    Examples:
+        >>> layer = nn.TransformerEncoderLayer(4, 2)
+        >>> transformer_auto_wrap_policy(layer, False, 0, {nn.TransformerEncoderLayer})
+        True
+    """
+    return ModuleWrapPolicy(transformer_layer_cls)(module, recurse)
+
+
+def config_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
+) -> Answer:
+    """Select the modules that carry a `wrapper_config`, as in FairScale.
+
+    Such a module says itself how it is to be wrapped: `module.wrapper_config` is a dict of
+    constructor arguments for its unit, perhaps empty. Every other policy, and `wrap`, heeds
+    those arguments as well; this one also wraps because of them. Not collective.
+
+    Args:
+        module: The module asked about.
+        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
+        unwrapped_params: Not looked at.
+        module_is_root: Not looked at.
+
+    Returns:
+        `True` for looking inside; otherwise whether the module carries such a dict.
+
+    Examples:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.wrapper_config = {"process_group": "self"}
+        >>> config_auto_wrap_policy(layer, False, 6, False)
+        True
+    """
+    return recurse or hasattr(module, "wrapper_config")
+
+
+for _by_rule in (lambda_auto_wrap_policy, transformer_auto_wrap_policy, config_auto_wrap_policy):
+    vars(_by_rule)["is_blind_to_sizes"] = True
+
+
+def or_policy(*policies: Any) -> AnyOf:
+    """Combine policies: a module becomes a unit if at least one of them selects it.
+
+    They may be of different forms. Where two return dicts for one module, the arguments add up,
+    and the earlier policy wins where they disagree. A policy that sees sizes counts what the
+    units of the others took. Not collective.
+
+    Args:
+        *policies: The policies.
+
+    Returns:
+        A policy.
+
+    Examples:
+        >>> policy = or_policy(
+        ...     ModuleWrapPolicy({nn.Linear}),
+        ...     lambda module: {"process_group": "self"} if module.training else False,
+        ... )
+        >>> policy(nn.Linear(2, 2)), policy(nn.ReLU().eval())
+        ({'process_group': 'self'}, False)
+    """
+    return AnyOf(policies)
+
+
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Any]
+) -> Any:
+    """Combine policies, in torch's words: set `policies` with `functools.partial`."""
+    return AnyOf(policies)(module, recurse, nonwrapped_numel)
+
+
 class ModuleWrapPolicy:
     """Select every module of the given classes, and of classes derived from them.
 
@@ -149,6 +277,8 @@ class ModuleWrapPolicy:
         (True, False)
     """
 
+    is_asked_once = True
+
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         classes = tuple(module_classes) if isinstance(module_classes, Iterable) else ()
         if not classes or not all(
@@ -161,7 +291,7 @@ class ModuleWrapPolicy:
                 fix="Put the classes, not their names or instances, into a set.",
             )
         for item in classes:
-            if _has_no_forward(item):
+            if not has_forward(item):
                 raise ContainerWithoutForwardError.at(
                     "ModuleWrapPolicy",
                     expected="classes with a forward, before which parameters are gathered",
@@ -170,9 +300,9 @@ class ModuleWrapPolicy:
                 )
         self.module_classes = classes
 
-    def __call__(self, module: nn.Module) -> bool:
-        """Return whether `module` is of one of the classes."""
-        return isinstance(module, self.module_classes)
+    def __call__(self, module: nn.Module, recurse: bool = False, *args: Any, **kwargs: Any) -> bool:
+        """Return whether to look inside `module`, always, or whether it is of a class."""
+        return recurse or isinstance(module, self.module_classes)
 
     def __repr__(self) -> str:
         names = ", ".join(sorted(item.__name__ for item in self.module_classes))
@@ -194,156 +324,16 @@ class CustomPolicy:
         ({'process_group': 'self'}, False)
     """
 
+    is_asked_once = True
+
     def __init__(self, lambda_fn: Callable[[nn.Module], Answer]) -> None:
         self.lambda_fn = lambda_fn
 
-    def __call__(self, module: nn.Module) -> Answer:
-        """Return what the function returns for `module`."""
-        return self.lambda_fn(module)
+    def __call__(
+        self, module: nn.Module, recurse: bool = False, *args: Any, **kwargs: Any
+    ) -> Answer:
+        """Return whether to look inside `module`, always, or what the function returns for it."""
+        return recurse or self.lambda_fn(module)
 
     def __repr__(self) -> str:
         return f"CustomPolicy({describe_policy(self.lambda_fn)})"
-
-
-# Asking any policy
-
-
-def answers_of(
-    root: nn.Module, policy: Any, defaults: Mapping[str, Any]
-) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Ask a policy of any form about a tree. Changes nothing, and is not collective.
-
-    Args:
-        root: The tree.
-        policy: The policy.
-        defaults: Arguments of all units; torch's objects mix them into their answers.
-
-    Yields:
-        Name, module and answer for each module that the policy does not decline, children
-        before parents. The answers are not checked.
-
-    Raises:
-        PolicyError: If `policy` is not a policy at all.
-    """
-    candidates = list(_candidates(root))
-    if hasattr(policy, "_run_policy"):  # torch's policy objects
-        targets = policy._run_policy(root, set(), dict(defaults))
-        answers: Iterable[Any] = [targets.get(module, False) for _, module in candidates]
-    elif not callable(policy) or isinstance(policy, type):
-        raise PolicyError.at(
-            where_is(""),
-            expected="a policy: a function of a module, or a policy object",
-            found=repr(policy),
-            fix="For a class or a set of classes, say ModuleWrapPolicy({...}).",
-        )
-    elif sees_sizes(policy):
-        by_module: dict[nn.Module, Any] = {}
-        _walk(root, policy, by_module, is_root=True)
-        answers = [by_module.get(module, False) for _, module in candidates]
-    else:
-        answers = [policy(module) for _, module in candidates]
-    for (name, module), answer in zip(candidates, answers, strict=True):
-        if answer is not False:
-            yield name, module, answer
-
-
-def describe_policy(policy: Any) -> str:
-    """Name a policy for a message.
-
-    Args:
-        policy: The policy.
-
-    Returns:
-        The function's name where there is one.
-    """
-    if isinstance(policy, partial):
-        return describe_policy(policy.func)
-    name: str = getattr(policy, "__name__", None) or repr(policy)
-    return name
-
-
-def _candidates(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module that could be a unit once, children before parents."""
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
-            return
-        seen.add(module)
-        for child_name, child in _children(module):
-            yield from visit(child, f"{name}.{child_name}" if name else child_name)
-        if not _has_no_forward(type(module)):
-            yield name, module
-
-    yield from visit(module, name)
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children that a policy may look at, also those that have two names."""
-    if isinstance(module, tuple(FORCE_LEAF_MODULES)):
-        return []
-    return [(name, child) for name, child in module._modules.items() if child is not None]
-
-
-def _has_no_forward(module_class: type[nn.Module]) -> bool:
-    return module_class.forward is nn.Module.forward
-
-
-def _walk(
-    module: nn.Module, policy: Callable[..., Any], answers: dict[nn.Module, Any], is_root: bool
-) -> int:
-    """Ask a policy that sees sizes; return how many parameters the units in `module` took.
-
-    Such a policy is asked twice: whether to look inside, and then, knowing what is left, whether
-    the module becomes a unit.
-    """
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if _ask(policy, module, True, numel, is_root) is False:
-        return 0
-    taken = sum(
-        _walk(child, policy, answers, is_root=False)
-        for _, child in _children(module)
-        if child not in answers
-    )
-    if _has_no_forward(type(module)):
-        return taken
-    answers[module] = _ask(policy, module, False, numel - taken, is_root)
-    return taken if answers[module] is False else numel
-
-
-def _ask(
-    policy: Callable[..., Any], module: nn.Module, recurse: bool, numel: int, is_root: bool
-) -> Any:
-    """Call a policy with what its signature asks for, in torch's or FairScale's words."""
-    words = {
-        "recurse": recurse,
-        "nonwrapped_numel": numel,
-        "unwrapped_params": numel,
-        "module_is_root": is_root,
-    }
-    parameters = inspect.signature(policy).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        accepted = {word: words[word] for word in ("recurse", "nonwrapped_numel")}
-    else:
-        accepted = {word: value for word, value in words.items() if word in parameters}
-    return policy(module, **accepted)
-
-
-def sees_sizes(policy: Any) -> bool:
-    """Say whether a policy wants to know sizes: torch's and FairScale's functions do.
-
-    Args:
-        policy: The policy.
-
-    Returns:
-        `True` for functions that are asked twice, with `recurse` on and off.
-    """
-    if hasattr(policy, "_run_policy") or isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
-        return False
-    try:
-        parameters = inspect.signature(policy).parameters
-    except (TypeError, ValueError):
-        return False
-    return "recurse" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )

@@ -124,56 +124,58 @@ is that of the tree, children before parents, and so the same on every rank.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
-from fsdp_ref.errors import (
-    AlreadyWrappedError,
-    FSDPError,
-    PolicyError,
-    PolicyMatchedNothingWarning,
-    TiedParametersError,
-    WrapContextError,
-)
+from fsdp_ref.asking import describe_policy, may_look_at_sizes
+from fsdp_ref.errors import PolicyError, PolicyMatchedNothingWarning, WrapContextError
 from fsdp_ref.naming import current_unit_name, unit_name_scope, where_is
-from fsdp_ref.originals import collect_originals, is_unit, refuse_parameters
+from fsdp_ref.originals import NOTHING_IGNORED, Ignored, resolve_ignored
+from fsdp_ref.plan import (
+    PlannedUnit,
+    Wrapper,
+    is_unit_class,
+    own_config,
+    plan_units,
+    refuse_unknown_arguments,
+)
 from fsdp_ref.policies import (
     DEFAULT_MIN_NUM_PARAMS,
     CustomPolicy,
     ModuleWrapPolicy,
+    _or_policy,
     always_wrap_policy,
-    answers_of,
+    config_auto_wrap_policy,
     default_auto_wrap_policy,
-    describe_policy,
-    sees_sizes,
+    lambda_auto_wrap_policy,
+    or_policy,
     size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
 )
-from fsdp_ref.strategies import PLACE_ARGUMENTS, place
 
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
-    "PlannedUnit",
+    "_or_policy",
     "always_wrap_policy",
     "apply_policy",
     "auto_wrap",
+    "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
-    "is_unit_class",
+    "lambda_auto_wrap_policy",
+    "or_policy",
     "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
     "wrap",
 ]
-
-Wrapper: TypeAlias = Callable[..., nn.Module]
 
 # By hand
 
@@ -237,7 +239,7 @@ def enable_wrap(*, wrapper_cls: Wrapper, **kwargs: Any) -> Iterator[None]:
             found=repr(wrapper_cls),
             fix="Hand in the class itself.",
         )
-    _refuse_unknown(kwargs, wrapper_cls, "enable_wrap", WrapContextError)
+    refuse_unknown_arguments(kwargs, wrapper_cls, "enable_wrap", WrapContextError)
     token = _context.set(_WrapContext(wrapper_cls, kwargs))
     try:
         yield
@@ -245,32 +247,46 @@ def enable_wrap(*, wrapper_cls: Wrapper, **kwargs: Any) -> Iterator[None]:
         _context.reset(token)
 
 
-def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
+def wrap(module: nn.Module, *, wrapper_cls: Wrapper | None = None, **overrides: Any) -> nn.Module:
     """Wrap one module if `enable_wrap` is active; return it as it is otherwise.
 
     Every rank wraps the same modules in the same order. Inside the context this costs what
     the wrapper's constructor costs.
 
     Args:
-        module: The module, changed in place by the wrapper.
-        **overrides: Arguments for this wrapper, which win over those of the context.
+        module: The module, changed in place by the wrapper. Arguments that it carries itself,
+            in a dict `module.wrapper_config`, win over those of the context.
+        wrapper_cls: Wrap with this, in place of the context's, and also without a context.
+        **overrides: Arguments for this wrapper, which win over all others.
 
     Returns:
         The wrapper around `module`, or `module`.
 
     Raises:
         WrapContextError: If the wrapper does not take one of the arguments.
+        PolicyError: If `module.wrapper_config` is no dict.
 
     Examples:
         >>> layer = nn.Linear(2, 2)
         >>> wrap(layer) is layer
         True
     """
-    context = _context.get()
+    context = _in_force(wrapper_cls)
     if context is None:
         return module
-    _refuse_unknown(overrides, context.wrapper_cls, "wrap", WrapContextError)
-    return context.wrapper_cls(module, **{**context.arguments, **overrides})
+    arguments = {**context.arguments, **own_config(module, "wrap"), **overrides}
+    wrapper_cls = wrapper_cls or arguments.pop("wrapper_cls", context.wrapper_cls)
+    arguments.pop("wrapper_cls", None)
+    refuse_unknown_arguments(arguments, wrapper_cls, "wrap", WrapContextError)
+    return wrapper_cls(module, **arguments)
+
+
+def _in_force(wrapper_cls: Wrapper | None) -> _WrapContext | None:
+    """Return the open context with the class named here, if one is; `None` to wrap nothing."""
+    context = _context.get()
+    if wrapper_cls is None:
+        return context
+    return _WrapContext(wrapper_cls, {} if context is None else context.arguments)
 
 
 # By a policy
@@ -281,6 +297,7 @@ def auto_wrap(
     auto_wrap_policy: Any = None,
     *,
     min_num_params: float = DEFAULT_MIN_NUM_PARAMS,
+    wrapper_cls: Wrapper | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """Wrap the modules in a tree that a policy selects, if `enable_wrap` is active.
@@ -296,7 +313,9 @@ def auto_wrap(
             and otherwise the size policy with `min_num_params`.
         min_num_params: Parameters that a module must have, without those that its children
             took as units of their own, to become a unit.
-        **overrides: Arguments for these wrappers, which win over those of the context.
+        wrapper_cls: Wrap with this, in place of the context's, and also without a context.
+        **overrides: Arguments for these wrappers, which win over those of the context. Those
+            that a module carries itself, in a dict `wrapper_config`, win over them.
 
     Returns:
         The wrapper around `module`, or `module` itself: outside the context, and if the policy
@@ -317,31 +336,45 @@ def auto_wrap(
         >>> auto_wrap(block, min_num_params=100) is block
         True
     """
-    context = _context.get()
+    context = _in_force(wrapper_cls)
     if context is None:
         return module
-    _refuse_unknown(overrides, context.wrapper_cls, "auto_wrap", WrapContextError)
     arguments = {**context.arguments, **overrides}
-    by_size = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
-    of_context = arguments.pop("auto_wrap_policy", None)
-    if min_num_params != DEFAULT_MIN_NUM_PARAMS:
-        if auto_wrap_policy is not None:
-            raise PolicyError.at(
-                "auto_wrap",
-                expected="a policy or min_num_params",
-                found="both",
-                fix="Give the threshold to the policy, with functools.partial.",
-            )
-        of_context = None
-    policy = auto_wrap_policy or of_context or by_size
-    units = _plan(module, policy, context.wrapper_cls, arguments)
-    if not units and not sees_sizes(policy):
+    refuse_unknown_arguments(arguments, context.wrapper_cls, "auto_wrap", WrapContextError)
+    policy = _policy_of_call(
+        auto_wrap_policy, arguments.pop("auto_wrap_policy", None), min_num_params
+    )
+    ignored = NOTHING_IGNORED
+    if is_unit_class(context.wrapper_cls):
+        modules, states = (arguments.pop(f"ignored_{what}", None) for what in ("modules", "states"))
+        ignored = resolve_ignored(module, modules, states, "auto_wrap")
+    units = plan_units(module, policy, context.wrapper_cls, arguments, ignored)
+    if not units and not may_look_at_sizes(policy):
         _warn_that_nothing_matched(module, policy)
-    return _wrap_all(module, units, context.wrapper_cls, arguments)
+    return _wrap_all(module, units, arguments, ignored)
+
+
+def _policy_of_call(given: Any, of_context: Any, min_num_params: float) -> Any:
+    """Choose the policy of an `auto_wrap`: the nearest one that was asked for."""
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    if min_num_params == DEFAULT_MIN_NUM_PARAMS:
+        return given or of_context or by_size
+    if given is not None:
+        raise PolicyError.at(
+            "auto_wrap",
+            expected="a policy or min_num_params",
+            found="both",
+            fix="Give the threshold to the policy, with functools.partial.",
+        )
+    return by_size
 
 
 def apply_policy(
-    module: nn.Module, policy: Any, wrapper_cls: Wrapper, defaults: Mapping[str, Any]
+    module: nn.Module,
+    policy: Any,
+    wrapper_cls: Wrapper,
+    defaults: Mapping[str, Any],
+    ignored: Ignored = NOTHING_IGNORED,
 ) -> None:
     """Wrap the modules inside `module` that a policy selects, in place, but not `module`.
 
@@ -354,6 +387,8 @@ def apply_policy(
         policy: Which modules become units.
         wrapper_cls: What to wrap with.
         defaults: Arguments for each wrapper, unless the policy returns others for it.
+        ignored: What units leave alone. Nothing of it is asked about, wrapped or counted, and
+            the wrappers are told, as `ignored_states`.
 
     Raises:
         AlreadyWrappedError: If `module` is or contains a unit already.
@@ -374,10 +409,10 @@ def apply_policy(
         >>> [type(child).__name__ for child in model]
         ['Unit', 'ReLU']
     """
-    units = _plan(module, policy, wrapper_cls, defaults)
+    units = plan_units(module, policy, wrapper_cls, defaults, ignored)
     if not units:
         _warn_that_nothing_matched(module, policy)
-    _wrap_all(module, [unit for unit in units if unit.name], wrapper_cls, defaults)
+    _wrap_all(module, [unit for unit in units if unit.name], defaults, ignored)
 
 
 def _warn_that_nothing_matched(module: nn.Module, policy: Any) -> None:
@@ -390,166 +425,11 @@ def _warn_that_nothing_matched(module: nn.Module, policy: Any) -> None:
     warnings.warn(warning, stacklevel=4)
 
 
-# The plan
-
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """A module that will become a unit.
-
-    Attributes:
-        name: Its dotted name from the module that the policy was applied to; empty for that.
-        module: The module.
-        overrides: Arguments that the policy wants for this unit.
-    """
-
-    name: str
-    module: nn.Module
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-
-def _plan(
-    root: nn.Module, policy: Any, wrapper_cls: Wrapper, defaults: Mapping[str, Any]
-) -> list[PlannedUnit]:
-    """Ask the policy about the whole tree, and refuse what could not work. Changes nothing."""
-    _refuse_wrapped(root, wrapper_cls)
-    units = [
-        PlannedUnit(name, module, _arguments(answer, name, module, wrapper_cls))
-        for name, module, answer in answers_of(root, policy, defaults)
-    ]
-    _refuse_split_ties(root, units)
-    if is_unit_class(wrapper_cls):
-        refuse_parameters(collect_originals(root), where_is(""))
-        for unit in units:
-            chosen = {**defaults, **unit.overrides}
-            ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
-            place(**ranks, where=where_is(unit.name))
-    return units
-
-
-# Refusals
-
-
-def is_unit_class(wrapper_cls: Any) -> bool:
-    """Return whether a wrapper makes units of `fsdp_ref`.
-
-    Args:
-        wrapper_cls: A class, or a `functools.partial` of one.
-
-    Returns:
-        `True` for `FullyShardedDataParallel` and what derives from it.
-    """
-    return bool(getattr(getattr(wrapper_cls, "func", wrapper_cls), "_is_fsdp_unit", False))
-
-
-def _refuse_wrapped(root: nn.Module, wrapper_cls: Any) -> None:
-    wrapper = getattr(wrapper_cls, "func", wrapper_cls)
-    for name, module in root.named_modules():
-        if is_unit(module) or (isinstance(wrapper, type) and isinstance(module, wrapper)):
-            raise AlreadyWrappedError.at(
-                where_is(""),
-                expected="a model without units",
-                found=f"the unit '{name}'" if name else "a unit",
-                fix="Use the wrapped model as it is, or build it again to wrap it differently.",
-            )
-
-
-def _arguments(answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper) -> dict[str, Any]:
-    """Check what a policy returned for a module that it selects."""
-    if answer is True:
-        return {}
-    if not isinstance(answer, dict):
-        raise PolicyError.at(
-            where_is(name) + f" ({type(module).__name__})",
-            expected="True, False or a dict of arguments from the policy",
-            found=repr(answer),
-            fix="Does the policy return something for every module?",
-        )
-    _refuse_unknown(answer, wrapper_cls, where_is(name), PolicyError, inner=True)
-    return answer
-
-
-def _refuse_unknown(
-    arguments: Mapping[str, Any],
-    wrapper_cls: Wrapper,
-    where: str,
-    error_class: type[FSDPError],
-    inner: bool = False,
-) -> None:
-    """Raise if a wrapper does not take an argument, and name the nearest one that it takes."""
-    parameters = list(inspect.signature(wrapper_cls).parameters.values())
-    known = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if inner and "auto_wrap_policy" in known:
-        known.remove("auto_wrap_policy")  # the policy that runs has looked inside already
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    for key in arguments:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise error_class.at(
-                where,
-                expected=f"arguments among {', '.join(known) or 'none'}",
-                found=repr(key),
-                fix=f"Did you mean {nearest[0]!r}?" if nearest else "The wrapper takes none.",
-            )
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One place where a parameter is used, and the planned units around it, outer first."""
-
-    name: str
-    units: tuple[str, ...]
-
-
-def _refuse_split_ties(root: nn.Module, units: list[PlannedUnit]) -> None:
-    """Raise if a parameter would belong to two units, and say what would keep it in one."""
-    names = {unit.module: unit.name for unit in units}
-    first_uses: dict[int, _Use] = {}
-    for key, use in _uses(root, "", (), names):
-        first = first_uses.setdefault(key, use)
-        if first.units[-1:] == use.units[-1:]:
-            continue
-        shared = [a for a, b in zip(first.units, use.units, strict=False) if a == b]
-        leave_out = sorted({*first.units, *use.units} - set(shared))
-        raise TiedParametersError.at(
-            where_is(""),
-            expected="tied parameters in one unit",
-            found=f"'{first.name}' in {_unit(first)} and '{use.name}' in {_unit(use)}, "
-            "which are one parameter",
-            fix=f"Let the policy leave out {' and '.join(map(repr, leave_out))}, so that both "
-            f"belong to {_unit(_Use('', tuple(shared)))}.",
-        )
-
-
-def _unit(use: _Use) -> str:
-    inner = use.units[-1] if use.units else ""
-    return f"unit '{inner}'" if inner else "the enclosing unit"
-
-
-def _uses(
-    module: nn.Module, name: str, around: tuple[str, ...], names: dict[nn.Module, str]
-) -> Iterator[tuple[int, _Use]]:
-    """Yield each parameter under each of its names, with the planned units around it."""
-    if module in names:
-        around = (*around, names[module])
-    prefix = f"{name}." if name else ""
-    for attribute, parameter in module._parameters.items():
-        if parameter is not None:
-            yield id(parameter), _Use(prefix + attribute, around)
-    for child_name, child in module._modules.items():
-        if child is not None:
-            yield from _uses(child, prefix + child_name, around, names)
-
-
 # The deed
 
 
 def _wrap_all(
-    root: nn.Module,
-    units: list[PlannedUnit],
-    wrapper_cls: Wrapper,
-    defaults: Mapping[str, Any],
+    root: nn.Module, units: list[PlannedUnit], defaults: Mapping[str, Any], ignored: Ignored
 ) -> nn.Module:
     """Replace each planned module by its wrapper, wherever it hangs; return the new root."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -560,10 +440,20 @@ def _wrap_all(
     outer = current_unit_name()
     for unit in units:
         name = f"{outer}.{unit.name}" if outer else unit.name
+        arguments = {**defaults, **unit.overrides, **_passed_on(unit, ignored)}
         with unit_name_scope(name) if name else nullcontext():
-            wrapped = wrapper_cls(unit.module, **{**defaults, **unit.overrides})
+            wrapped = unit.wrapper_cls(unit.module, **arguments)
         for parent, child_name in places.get(unit.module, []):
             setattr(parent, child_name, wrapped)
         if unit.module is root:
             root = wrapped
     return root
+
+
+def _passed_on(unit: PlannedUnit, ignored: Ignored) -> dict[str, Any]:
+    """Return the argument that tells a wrapper what to ignore, on top of what its policy said."""
+    inside = ignored.inside(unit.module)
+    if not inside:
+        return {}
+    own = unit.overrides.get("ignored_states")
+    return {"ignored_states": inside | resolve_ignored(unit.module, None, own, where_is(unit.name))}

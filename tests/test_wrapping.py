@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_ref
-from fsdp_ref import FullyShardedDataParallel, errors, policies, wrapping
+from fsdp_ref import FullyShardedDataParallel, asking, errors, wrapping
 from fsdp_ref.naming import current_unit_name
 from tests.provoked import provokes
 from tests.ranks import run_ranks
@@ -452,8 +452,8 @@ def test_a_wrong_policy_or_answer_is_refused_and_the_model_stays_plain(policy, m
 
 
 def test_what_is_no_policy_is_not_asked():
-    with provokes(policies.answers_of, errors.PolicyError, match="policy object"):
-        list(policies.answers_of(small_and_large(), "Large", {}))
+    with provokes(asking.answers_of, errors.PolicyError, match="policy object"):
+        list(asking.answers_of(small_and_large(), "Large", {}))
 
 
 def test_auto_wrap_refuses_the_same_answers():

@@ -1,0 +1,237 @@
+"""The plan: which modules will become units, with which arguments, and why it could not work.
+
+Everything is asked and checked here before the first module is wrapped. A refused model is
+still the plain model that it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from fsdp_ref.asking import answers_of
+from fsdp_ref.errors import AlreadyWrappedError, FSDPError, PolicyError, TiedParametersError
+from fsdp_ref.naming import where_is
+from fsdp_ref.originals import (
+    NOTHING_IGNORED,
+    Ignored,
+    collect_originals,
+    is_unit,
+    refuse_parameters,
+)
+from fsdp_ref.strategies import PLACE_ARGUMENTS, place
+
+Wrapper: TypeAlias = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A module that will become a unit.
+
+    Attributes:
+        name: Its dotted name from the module that the policy was applied to; empty for that.
+        module: The module.
+        wrapper_cls: What it will be wrapped with.
+        overrides: Arguments for this unit that differ from those of all others.
+    """
+
+    name: str
+    module: nn.Module
+    wrapper_cls: Wrapper
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_units(
+    root: nn.Module,
+    policy: Any,
+    wrapper_cls: Wrapper,
+    defaults: Mapping[str, Any],
+    ignored: Ignored = NOTHING_IGNORED,
+) -> list[PlannedUnit]:
+    """Ask a policy about a whole tree, and refuse what could not work. Changes nothing. Local.
+
+    Args:
+        root: The tree.
+        policy: Which modules become units.
+        wrapper_cls: What to wrap with.
+        defaults: Arguments for each wrapper, unless the policy returns others for it.
+        ignored: What units leave alone.
+
+    Returns:
+        The units, inner before outer; the last one may be `root` itself.
+
+    Raises:
+        AlreadyWrappedError: If `root` is or contains a unit already.
+        PolicyError: If the policy is none, or returns something else than a bool or a dict of
+            arguments that the wrapper takes; or if a `wrapper_config` is not such a dict.
+        TiedParametersError: If the policy would put one parameter into two units.
+    """
+    _refuse_wrapped(root, wrapper_cls, ignored)
+    units = [
+        _planned(answer, name, module, wrapper_cls)
+        for name, module, answer in answers_of(root, policy, defaults, ignored)
+    ]
+    _refuse_split_ties(root, units, ignored)
+    if is_unit_class(wrapper_cls):
+        refuse_parameters(collect_originals(root, ignored), where_is(""))
+        for unit in units:
+            chosen = {**defaults, **unit.overrides}
+            ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
+            place(**ranks, where=where_is(unit.name))
+    return units
+
+
+def is_unit_class(wrapper_cls: Any) -> bool:
+    """Return whether a wrapper makes units of `fsdp_ref`.
+
+    Args:
+        wrapper_cls: A class, or a `functools.partial` of one.
+
+    Returns:
+        `True` for `FullyShardedDataParallel` and what derives from it.
+    """
+    return bool(getattr(getattr(wrapper_cls, "func", wrapper_cls), "_is_fsdp_unit", False))
+
+
+# Arguments
+
+
+def own_config(module: nn.Module, where: str) -> dict[str, Any]:
+    """Return the arguments that a module carries for its own unit, in FairScale's attribute.
+
+    Args:
+        module: The module.
+        where: Who asks, for messages.
+
+    Returns:
+        A copy of `module.wrapper_config`, or an empty dict.
+
+    Raises:
+        PolicyError: If the attribute is no dict.
+    """
+    config = getattr(module, "wrapper_config", None)
+    if config is not None and not isinstance(config, dict):
+        raise PolicyError.at(
+            where,
+            expected="wrapper_config to be a dict of arguments",
+            found=repr(config),
+            fix="An empty dict asks for a unit like all others.",
+        )
+    return dict(config or {})
+
+
+def _planned(answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper) -> PlannedUnit:
+    """Check what a policy returned for a module that it selects."""
+    if answer is not True and not isinstance(answer, dict):
+        raise PolicyError.at(
+            where_is(name) + f" ({type(module).__name__})",
+            expected="True, False or a dict of arguments from the policy",
+            found=repr(answer),
+            fix="Does the policy return something for every module?",
+        )
+    overrides = {**({} if answer is True else answer), **own_config(module, where_is(name))}
+    wrapper_cls = overrides.pop("wrapper_cls", wrapper_cls)
+    refuse_unknown_arguments(overrides, wrapper_cls, where_is(name), PolicyError, inner=True)
+    return PlannedUnit(name, module, wrapper_cls, overrides)
+
+
+def refuse_unknown_arguments(
+    arguments: Mapping[str, Any],
+    wrapper_cls: Wrapper,
+    where: str,
+    error_class: type[FSDPError],
+    inner: bool = False,
+) -> None:
+    """Raise if a wrapper does not take an argument, and name the nearest one that it takes.
+
+    Args:
+        arguments: The arguments.
+        wrapper_cls: The wrapper.
+        where: Who asks, for messages.
+        error_class: What to raise.
+        inner: Whether a policy is being applied, so that no other one may be handed on.
+    """
+    parameters = list(inspect.signature(wrapper_cls).parameters.values())
+    known = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if inner and "auto_wrap_policy" in known:
+        known.remove("auto_wrap_policy")  # the policy that runs has looked inside already
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    for key in arguments:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise error_class.at(
+                where,
+                expected=f"arguments among {', '.join(known) or 'none'}",
+                found=repr(key),
+                fix=f"Did you mean {nearest[0]!r}?" if nearest else "The wrapper takes none.",
+            )
+
+
+# Refusals
+
+
+def _refuse_wrapped(root: nn.Module, wrapper_cls: Any, ignored: Ignored) -> None:
+    wrapper = getattr(wrapper_cls, "func", wrapper_cls)
+    for name, module in root.named_modules():
+        wrapped = is_unit(module) or (isinstance(wrapper, type) and isinstance(module, wrapper))
+        if wrapped and module not in ignored.modules:
+            raise AlreadyWrappedError.at(
+                where_is(""),
+                expected="a model without units",
+                found=f"the unit '{name}'" if name else "a unit",
+                fix="Use the wrapped model as it is, or build it again to wrap it differently.",
+            )
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One place where a parameter is used, and the planned units around it, outer first."""
+
+    name: str
+    units: tuple[str, ...]
+
+
+def _refuse_split_ties(root: nn.Module, units: list[PlannedUnit], ignored: Ignored) -> None:
+    """Raise if a parameter would belong to two units, and say what would keep it in one."""
+    names = {unit.module: unit.name for unit in units}
+    first_uses: dict[nn.Parameter, _Use] = {}
+    for parameter, use in _uses(root, "", (), names):
+        first = first_uses.setdefault(parameter, use)
+        if first.units[-1:] == use.units[-1:] or parameter in ignored.parameters:
+            continue
+        shared = [a for a, b in zip(first.units, use.units, strict=False) if a == b]
+        leave_out = sorted({*first.units, *use.units} - set(shared))
+        raise TiedParametersError.at(
+            where_is(""),
+            expected="tied parameters in one unit",
+            found=f"'{first.name}' in {_unit(first)} and '{use.name}' in {_unit(use)}, "
+            "which are one parameter",
+            fix=f"Let the policy leave out {' and '.join(map(repr, leave_out))}, so that both "
+            f"belong to {_unit(_Use('', tuple(shared)))}.",
+        )
+
+
+def _unit(use: _Use) -> str:
+    inner = use.units[-1] if use.units else ""
+    return f"unit '{inner}'" if inner else "the enclosing unit"
+
+
+def _uses(
+    module: nn.Module, name: str, around: tuple[str, ...], names: dict[nn.Module, str]
+) -> Iterator[tuple[nn.Parameter, _Use]]:
+    """Yield each parameter under each of its names, with the planned units around it."""
+    if module in names:
+        around = (*around, names[module])
+    prefix = f"{name}." if name else ""
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield parameter, _Use(prefix + attribute, around)
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _uses(child, prefix + child_name, around, names)
