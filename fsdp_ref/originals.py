@@ -294,8 +294,15 @@ def refuse_module(module: nn.Module, where: str) -> None:
         )
 
 
-def refuse_parameters(originals: list[OriginalParameter], where: str) -> None:
+def refuse_parameters(
+    originals: list[OriginalParameter], where: str, *, may_be_on_meta: bool = False
+) -> None:
     """Raise if a parameter cannot lie in a flat parameter.
+
+    Args:
+        originals: The parameters, without those to ignore.
+        where: Who asks, for messages.
+        may_be_on_meta: Whether parameters on the meta device get values later.
 
     Raises:
         NoValuesError: If one is on the meta device, or lazy.
@@ -305,7 +312,7 @@ def refuse_parameters(originals: list[OriginalParameter], where: str) -> None:
     """
     for original in originals:
         parameter, name = original.parameter, original.name
-        if is_lazy(parameter) or parameter.is_meta:
+        if is_lazy(parameter) or (parameter.is_meta and not may_be_on_meta):
             raise NoValuesError.at(
                 where,
                 expected="parameters that have values",

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from fsdp_ref.asking import answers_of
+from fsdp_ref.asking import AnyOf, answers_of
 from fsdp_ref.errors import AlreadyWrappedError, FSDPError, PolicyError, TiedParametersError
 from fsdp_ref.naming import where_is
 from fsdp_ref.originals import (
@@ -24,6 +24,7 @@ from fsdp_ref.originals import (
     is_unit,
     refuse_parameters,
 )
+from fsdp_ref.precision import Precision, as_precision
 from fsdp_ref.strategies import PLACE_ARGUMENTS, place
 
 Wrapper: TypeAlias = Callable[..., nn.Module]
@@ -38,12 +39,18 @@ class PlannedUnit:
         module: The module.
         wrapper_cls: What it will be wrapped with.
         overrides: Arguments for this unit that differ from those of all others.
+        is_chosen: Whether the policy selected it, rather than an exemption from mixed precision.
     """
 
     name: str
     module: nn.Module
     wrapper_cls: Wrapper
     overrides: dict[str, Any] = field(default_factory=dict)
+    is_chosen: bool = True
+
+
+class _Exemption(dict[str, Any]):
+    """The arguments of a unit that no policy selected, but that needs another precision."""
 
 
 def plan_units(
@@ -69,21 +76,37 @@ def plan_units(
         AlreadyWrappedError: If `root` is or contains a unit already.
         PolicyError: If the policy is none, or returns something else than a bool or a dict of
             arguments that the wrapper takes; or if a `wrapper_config` is not such a dict.
+        PrecisionError: If a `mixed_precision` is not understood.
         TiedParametersError: If the policy would put one parameter into two units.
     """
     _refuse_wrapped(root, wrapper_cls, ignored)
+    asked = AnyOf([policy, _exempt_from(defaults)]) if is_unit_class(wrapper_cls) else policy
     units = [
         _planned(answer, name, module, wrapper_cls)
-        for name, module, answer in answers_of(root, policy, defaults, ignored)
+        for name, module, answer in answers_of(root, asked, defaults, ignored)
     ]
     _refuse_split_ties(root, units, ignored)
     if is_unit_class(wrapper_cls):
-        refuse_parameters(collect_originals(root, ignored), where_is(""))
+        originals = collect_originals(root, ignored)
+        refuse_parameters(originals, where_is(""), may_be_on_meta=True)  # the wrapper knows
         for unit in units:
             chosen = {**defaults, **unit.overrides}
             ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
             place(**ranks, where=where_is(unit.name))
+            as_precision(chosen.get("mixed_precision"), where_is(unit.name))
     return units
+
+
+def _exempt_from(defaults: Mapping[str, Any]) -> Callable[[nn.Module], bool | _Exemption]:
+    """Return the rule by which modules become units because they need full precision."""
+    precision = as_precision(defaults.get("mixed_precision"), where_is(""))
+
+    def rule(module: nn.Module) -> bool | _Exemption:
+        if not precision.exempts(module):
+            return False
+        return _Exemption(mixed_precision=Precision.of_exempt(module))
+
+    return rule
 
 
 def is_unit_class(wrapper_cls: Any) -> bool:
@@ -137,7 +160,8 @@ def _planned(answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper) ->
     overrides = {**({} if answer is True else answer), **own_config(module, where_is(name))}
     wrapper_cls = overrides.pop("wrapper_cls", wrapper_cls)
     refuse_unknown_arguments(overrides, wrapper_cls, where_is(name), PolicyError, inner=True)
-    return PlannedUnit(name, module, wrapper_cls, overrides)
+    is_chosen = not isinstance(answer, _Exemption)
+    return PlannedUnit(name, module, wrapper_cls, overrides, is_chosen)
 
 
 def refuse_unknown_arguments(

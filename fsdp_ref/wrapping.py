@@ -325,6 +325,7 @@ def auto_wrap(
         AlreadyWrappedError: If `module` is or contains a unit already.
         PolicyError: If the policy returns something else than a bool or a dict of arguments
             that the wrapper takes, or if both a policy and `min_num_params` are given.
+        PrecisionError: If a `mixed_precision` is not understood.
         TiedParametersError: If the policy would put one parameter into two units.
         WrapContextError: If the wrapper does not take one of the arguments.
 
@@ -349,7 +350,7 @@ def auto_wrap(
         modules, states = (arguments.pop(f"ignored_{what}", None) for what in ("modules", "states"))
         ignored = resolve_ignored(module, modules, states, "auto_wrap")
     units = plan_units(module, policy, context.wrapper_cls, arguments, ignored)
-    if not units and not may_look_at_sizes(policy):
+    if not any(unit.is_chosen for unit in units) and not may_look_at_sizes(policy):
         _warn_that_nothing_matched(module, policy)
     return _wrap_all(module, units, arguments, ignored)
 
@@ -394,6 +395,7 @@ def apply_policy(
         AlreadyWrappedError: If `module` is or contains a unit already.
         PolicyError: If the policy is none, or returns something else than a bool or a dict of
             arguments that the wrapper takes.
+        PrecisionError: If a `mixed_precision` is not understood.
         TiedParametersError: If the policy would put one parameter into two units.
 
     Warns:
@@ -410,7 +412,7 @@ def apply_policy(
         ['Unit', 'ReLU']
     """
     units = plan_units(module, policy, wrapper_cls, defaults, ignored)
-    if not units:
+    if not any(unit.is_chosen for unit in units):
         _warn_that_nothing_matched(module, policy)
     _wrap_all(module, [unit for unit in units if unit.name], defaults, ignored)
 
