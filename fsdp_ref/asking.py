@@ -187,7 +187,7 @@ def is_asked_twice(policy: Any) -> bool:
     Returns:
         `True` for functions with an argument `recurse`, or with any keywords at all.
     """
-    if hasattr(policy, "_run_policy") or getattr(policy, "is_asked_once", False):
+    if hasattr(policy, "_run_policy") or getattr(policy, "_is_asked_once", False):
         return False
     try:
         parameters = inspect.signature(policy).parameters
@@ -210,7 +210,7 @@ def may_look_at_sizes(policy: Any) -> bool:
     if isinstance(policy, AnyOf):
         return any(map(may_look_at_sizes, policy.policies))
     function = policy.func if isinstance(policy, partial) else policy
-    return is_asked_twice(policy) and not getattr(function, "is_blind_to_sizes", False)
+    return is_asked_twice(policy) and not getattr(function, "_is_blind_to_sizes", False)
 
 
 def describe_policy(policy: Any) -> str:

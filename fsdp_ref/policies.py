@@ -227,7 +227,7 @@ def config_auto_wrap_policy(
 
 
 for _by_rule in (lambda_auto_wrap_policy, transformer_auto_wrap_policy, config_auto_wrap_policy):
-    vars(_by_rule)["is_blind_to_sizes"] = True
+    vars(_by_rule)["_is_blind_to_sizes"] = True
 
 
 def or_policy(*policies: Any) -> AnyOf:
@@ -277,7 +277,7 @@ class ModuleWrapPolicy:
         (True, False)
     """
 
-    is_asked_once = True
+    _is_asked_once = True
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         classes = tuple(module_classes) if isinstance(module_classes, Iterable) else ()
@@ -324,7 +324,7 @@ class CustomPolicy:
         ({'process_group': 'self'}, False)
     """
 
-    is_asked_once = True
+    _is_asked_once = True
 
     def __init__(self, lambda_fn: Callable[[nn.Module], Answer]) -> None:
         self.lambda_fn = lambda_fn

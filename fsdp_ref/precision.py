@@ -96,7 +96,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_ref.errors import PrecisionError
 
-FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+_FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,27 @@ class Precision:
     # What a policy exempts
 
     def exempts(self, module: nn.Module) -> bool:
-        """Return whether a policy makes ``module`` a unit of its own in full precision."""
+        """Return whether a policy makes a module a unit of its own in full precision.
+
+        Args:
+            module: The module.
+
+        Returns:
+            `True` if it is of a class to ignore, and there is something to be exempt from.
+        """
         lowers = self.param_dtype or self.reduce_dtype or self.buffer_dtype
         return lowers is not None and isinstance(module, self._module_classes_to_ignore)
 
     @staticmethod
     def of_exempt(module: nn.Module) -> Precision:
-        """Return the precision of an exempt module: its own, whatever the units around have."""
+        """Return the precision of an exempt module: its own, whatever the units around have.
+
+        Args:
+            module: The module.
+
+        Returns:
+            Its parameters' dtype, or else its buffers', with casts on the way in and out.
+        """
         held = [*module.parameters(), *module.buffers()]
         own = next((tensor.dtype for tensor in held if tensor.is_floating_point()), torch.float32)
         return Precision(own, cast_forward_inputs=True, cast_forward_outputs=True)
@@ -288,7 +302,7 @@ def as_precision(mixed_precision: Any, where: str) -> Precision:
         torch.float32
     """
     precision = _understood(mixed_precision, where)
-    if os.environ.get(FULL_IN_EVAL) == "1":
+    if os.environ.get(_FULL_IN_EVAL) == "1":
         precision = replace(precision, full_precision_in_eval=True)
     return precision
 

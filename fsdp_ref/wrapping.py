@@ -64,22 +64,44 @@ Tip: Put one unit around the whole, whatever the policy leaves over
 A policy says which modules become units. It is handed to `auto_wrap`, or to the class as
 `auto_wrap_policy`.
 
-- By size: [size_based_auto_wrap_policy][fsdp_ref.size_based_auto_wrap_policy], with
-  `functools.partial` around it to set the threshold.
 - By class: [ModuleWrapPolicy][fsdp_ref.ModuleWrapPolicy], with a set of classes. This is the
   one that most models want.
 - By a rule: any function that takes a module, or [CustomPolicy][fsdp_ref.CustomPolicy] around
   it.
+- By size: [size_based_auto_wrap_policy][fsdp_ref.size_based_auto_wrap_policy], with
+  `functools.partial` around it to set the threshold.
+- By what the modules say themselves:
+  [config_auto_wrap_policy][fsdp_ref.config_auto_wrap_policy].
 - Everything: [always_wrap_policy][fsdp_ref.always_wrap_policy].
+- Several of these: [or_policy][fsdp_ref.or_policy] selects what one of them selects.
 
-Policies written for torch work here as well: its policy objects, and its functions of
-`(module, recurse, nonwrapped_numel)`. So do FairScale's, of
-`(module, recurse, unwrapped_params, module_is_root)`.
+# Policies from other libraries
+
+Each of these works here as it is. The names are those of this package, too.
+
+| from | what you have |
+| --- | --- |
+| torch | `ModuleWrapPolicy`, `CustomPolicy`, also torch's own objects |
+| torch | `transformer_auto_wrap_policy`, `lambda_auto_wrap_policy`, `always_wrap_policy` |
+| torch | `size_based_auto_wrap_policy` |
+| torch | `_or_policy`, here also `or_policy`, of policies of any form |
+| FairScale | `default_auto_wrap_policy`, or `auto_wrap(model, min_num_params=...)` |
+| FairScale | `module.wrapper_config` with `config_auto_wrap_policy` |
+| Composer | a function of a module that returns `True`, `False` or a dict |
+
+For torch's `fully_shard` you write a loop over modules. `ModuleWrapPolicy` is that loop.
+
+A function is recognised by its arguments: with `recurse` it is asked twice, whether to look
+inside and whether the module becomes a unit; otherwise it is asked about the module alone.
 
 Some modules are never units, and a policy is not asked about them. A container without a
 `forward`, such as `ModuleList`, has no moment at which it could gather; its elements are
-looked at instead. `MultiheadAttention` may become a unit by class or by a rule, but nothing
-inside it does, because it reads the weights inside without calling the module that holds them.
+looked at instead. `MultiheadAttention` may become a unit, but nothing inside it does, because it
+reads the weights inside without calling the module that holds them. With torch's
+`always_wrap_policy` and class, that fails in the first forward.
+
+One thing becomes a unit that no policy selected: batch norm under mixed precision, see
+[there][fsdp_ref.precision].
 
 Tip: Look at the units before you train
     Three policies make three different models of one, and all of them compute the same. The
@@ -94,6 +116,11 @@ alone. All others keep the arguments of the outermost constructor or of the cont
 dict means the same as `True`. A key that the constructor does not know is refused, and the
 nearest right one is named.
 
+A module may carry such a dict itself, as `module.wrapper_config`. Under a policy it wins over
+what the policy and the constructor say; the arguments of `wrap` win over it. With the key
+`wrapper_cls` it names another class to wrap with. `wrap` and `auto_wrap` take `wrapper_cls` too,
+for one call, and then also wrap without a context.
+
 # Excluded is not unsharded
 
 A policy only draws borders between units. A module that it leaves out belongs to the unit
@@ -107,6 +134,19 @@ Tip: To keep a layer whole, ask for it; excluding it does not
     run, the head gets a group of one rank from the policy, and every rank holds all of it.
 
     Proof: wrapping/policies
+
+# Ignored modules and parameters
+
+`ignored_modules` takes modules that are left alone with everything inside them, and
+`ignored_states` takes parameters or modules. Left alone means whole on every rank: not sharded,
+not moved, not cast, not counted in sizes, and never a unit under a policy. It also means *not
+averaged*: each rank gets the gradient of its own part of the batch. So it suits what is frozen,
+what another mechanism looks after, and what cannot be sharded, such as integer, complex or scalar
+parameters. A trainable layer whose gradients nobody averages drifts apart over the ranks.
+
+Units inside are told what the outer one ignores, and the outer one heeds what they ignore. What is
+not inside the wrapped module has no effect, so one list may go to several constructors. A unit
+cannot be ignored, nor a parameter that one has sharded.
 
 # Tied parameters
 

@@ -285,7 +285,7 @@ def test_the_output_dtype_of_torchs_second_class_is_taken_over():
         ({"cast_forward_inputs": "no"}, "cast_forward_inputs='no'. It is True or False."),
         ({"_module_classes_to_ignore": ["BatchNorm"]}, "It takes classes of modules"),
         ({"_module_classes_to_ignore": int}, "It takes classes of modules"),
-        ("defualt", "found 'defualt'. Did you mean 'default'"),
+        ("defaults", "found 'defaults'. Did you mean 'default'"),
         ("somehow", "found 'somehow'. Torch's MixedPrecision works"),
         (16, "found 16. Did you mean 'fp16'"),
         (3, "found 3. Torch's MixedPrecision works"),
