@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -214,6 +215,19 @@ def test_no_policy_makes_a_unit_of_or_inside_an_ignored_module(policy):
 
     assert {"stem", "blocks.0", "blocks.1", "head"} <= set(units)
     assert not any(name.startswith("tower") for name in units)
+
+
+def test_a_policy_is_not_asked_about_ignored_modules():
+    for form in (lambda rule: rule, TorchCustomPolicy, fsdp_ref.or_policy):
+        one, asked = model(), set()
+
+        def rule(module, asked=asked):
+            asked.add(module)
+            return isinstance(module, nn.Linear)
+
+        applied(one, form(rule), resolve_ignored(one, [one.tower], None, "here"))
+        assert len(asked) >= 5
+        assert not asked & set(one.tower.modules())
 
 
 class Told(nn.Module):

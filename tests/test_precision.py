@@ -436,6 +436,7 @@ POLICIES = {
         fsdp_ref.ModuleWrapPolicy({nn.Sequential}),
         TorchModuleWrapPolicy({nn.Sequential}),
     ),
+    "torch's object": (TorchModuleWrapPolicy({nn.Sequential, nn.BatchNorm1d}),) * 2,
     "size": (partial(fsdp_ref.size_based_auto_wrap_policy, min_num_params=20),) * 2,
 }
 
