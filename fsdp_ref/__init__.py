@@ -9,6 +9,7 @@ which people construct and call.
 
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.fully_sharded import FullyShardedDataParallel
+from fsdp_ref.inspection import explain, unit_tree
 from fsdp_ref.layout import FlatLayout, ParameterSlot
 from fsdp_ref.recording import Event, Wait
 from fsdp_ref.states import Phase, ShardState
@@ -45,10 +46,12 @@ __all__ = [
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
+    "explain",
     "lambda_auto_wrap_policy",
     "or_policy",
     "size_based_auto_wrap_policy",
     "timeline",
     "transformer_auto_wrap_policy",
+    "unit_tree",
     "wrap",
 ]
