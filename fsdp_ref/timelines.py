@@ -35,7 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fsdp_ref.errors import this_rank
+from fsdp_ref.ledger import Steps, Summary, summarize
 from fsdp_ref.recording import Recording, reporting_to
 from fsdp_ref.traces import trace
 
@@ -76,6 +79,29 @@ class Timeline(Recording):
     def peak_unsharded_bytes(self) -> int:
         """The most bytes of unsharded parameters that were in memory at once."""
         return max((event.live_unsharded_bytes for event in self.events), default=0)
+
+    def summary(
+        self, model: nn.Module | None = None, *, steps: int = 1, no_sync_steps: int = 0
+    ) -> Summary:
+        """Add up what was sent, beside what training steps have to send. Not collective.
+
+        The prediction is arithmetic over the model's units; see [fsdp_ref.ledger][].
+
+        Args:
+            model: The wrapped model. Left out, nothing is predicted.
+            steps: Forwards and backwards in the recording whose gradients were reduced.
+            no_sync_steps: Those inside `no_sync`.
+
+        Returns:
+            The sums, as data that prints as a table.
+
+        Examples:
+            >>> with timeline() as recorded:
+            ...     pass
+            >>> recorded.summary().bytes_sent
+            0
+        """
+        return summarize(self.events, model, Steps(steps, no_sync_steps))
 
     def chrome_trace(self) -> dict[str, Any]:
         """Draw the timeline in the trace event format. Not collective.
