@@ -8,6 +8,7 @@ not; and one small exchange at the end settles which gradients count.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class _Reduction:
 
     unit: Unit
     flat_param: FlatParameter
-    used_here: bool
+    used_here: list[bool]
     pending: PendingReduction
     shard: Tensor | None = None
 
@@ -48,18 +49,18 @@ class _Reduction:
         if self.shard is None:
             with explained(f"{self.unit.where}, reduce-scatter", self.unit.placement.groups):
                 self.shard = add_up_over_copies(self.unit, self.pending.wait())
-            if self.used_here:
+            if any(self.used_here):
                 self.flat_param.accumulate(self.shard)
 
-    def settle(self, used_anywhere: bool) -> None:
+    def settle(self, used_anywhere: list[bool]) -> None:
         """Take over what only other ranks used; publish the gradient.
 
         Used by no rank: `.grad` stays `None`, as in a model that is not sharded.
         """
         self.finish()
-        if used_anywhere and not self.used_here and self.shard is not None:
+        if any(used_anywhere) and not any(self.used_here) and self.shard is not None:
             self.flat_param.accumulate(self.shard)
-        self.flat_param.publish_gradient()
+        self.flat_param.publish_gradient(used_anywhere)
 
 
 class Backward:
@@ -74,7 +75,8 @@ class Backward:
         """
         self.units = units
         self.synchronize = synchronize
-        self.calls: list[Call] = []  # begun, in order
+        self.calls: dict[Call, None] = {}  # begun, in order
+        self._ahead: list[Call] = []  # those still to come, the next one last
         self.forwards: set[int] = set()  # which forwards this run goes back through
         self.reduced: list[Unit] = []
         self.reductions: list[_Reduction] = []
@@ -90,9 +92,28 @@ class Backward:
         """The gradient has reached an output of ``call``; first catch up with other ranks."""
         if call in self.calls:
             return
-        self.forwards.add(call.forward)
+        if call.forward not in self.forwards:
+            self._expect_forward(call.forward)
         self.catch_up(call.end)
-        self.calls.append(call)
+        self.calls[call] = None
+
+    def _expect_forward(self, forward: int) -> None:
+        """Autograd works from the end of a forward to its beginning: so will its calls come."""
+        self.forwards.add(forward)
+        self._ahead += [call for unit in self.units for call in unit.calls
+                        if call.forward == forward and not call.done]  # fmt: skip
+        self._ahead.sort(key=lambda call: call.end)
+
+    def repeated(self, call: Call) -> None:
+        """Expect the call of a forward that checkpointing has just repeated."""
+        if call.forward in self.forwards:
+            self._ahead.append(call)
+
+    def next_call(self) -> Call | None:
+        """Return the call that this run comes to next, as far as forwards tell."""
+        while self._ahead and (self._ahead[-1].done or self._ahead[-1] in self.calls):
+            self._ahead.pop()
+        return self._ahead[-1] if self._ahead else None
 
     def catch_up(self, end: int) -> None:
         """Take part in the backward of calls that ended after ``end`` and never began here.
@@ -100,17 +121,10 @@ class Backward:
         Autograd works from the end, so what has not begun by now gets no gradient on this
         rank. Other ranks may be gathering it at this moment.
         """
-        missed = [
-            call
-            for unit in self.units
-            for call in unit.calls
-            if not call.done and call.forward in self.forwards and call.end > end
-        ]
-        for call in sorted(missed, key=lambda call: -call.end):
-            if call not in self.calls:
-                call.unit.pre_backward(call)
-                if call.marked_inputs:
-                    call.unit.post_backward(call)
+        while (call := self.next_call()) is not None and call.end > end:
+            call.unit.pre_backward(call)
+            if call.marked_inputs:
+                call.unit.post_backward(call)
 
     def complete(self, call: Call) -> None:
         """Reduce a unit's gradient, after those of all units that came later in the forward."""
@@ -138,7 +152,7 @@ class Backward:
         for reduction in self.reductions:  # at most one unit's gradients stay in flight
             reduction.finish()
         trainable = [p for p in unit.flat_params if p.requires_grad]
-        used = [flat_param.has_gradient for flat_param in trainable]
+        used = [flat_param.used() for flat_param in trainable]
         pending = unit.start_reduction()
         self.reductions += map(partial(_Reduction, unit), trainable, used, pending)
         self.reduced.append(unit)
@@ -166,29 +180,34 @@ class Backward:
         """
         said = {p: self._say(p, unit, still_open) for unit in self.units for p in unit.flat_params}
         digest = zlib.crc32(order.encode())
-        device = next(iter(said)).device if said else torch.device("cpu")
+        device = next(iter(said)).compute_device if said else torch.device("cpu")
         # The largest of -digest is minus the smallest digest: equal only if all are equal.
-        values = torch.tensor([digest, -digest, *said.values()], device=device)
+        mine = [digest, -digest, *itertools.chain(*said.values())]
+        values = torch.tensor(mine, device=device)
         self._record_exchange(values, groups)
         with explained("the end of a backward", groups):
             all_reduce(values, dist.ReduceOp.MAX, groups)
-        largest, minus_smallest, *settled = values.tolist()
+        largest, minus_smallest, *rest = values.tolist()
         if largest != -minus_smallest:
             return False
-        said = dict(zip(said, settled, strict=True))
+        settled = iter(rest)
+        said = {p: list(itertools.islice(settled, len(words))) for p, words in said.items()}
         for unit in reversed(self.units):
-            if any(said[p] for p in unit.flat_params) and unit not in self.reduced:
+            if any(any(said[p]) for p in unit.flat_params) and unit not in self.reduced:
                 self._reduce(unit)
         for reduction in self.reductions:
-            reduction.settle(said[reduction.flat_param] == _USED)
+            reduction.settle([word == _USED for word in said[reduction.flat_param]])
         return True
 
-    def _say(self, flat_param: FlatParameter, unit: Unit, still_open: set[Unit]) -> int:
-        """Say whether this rank has a gradient for it, or at least takes part in a reduction."""
+    def _say(self, flat_param: FlatParameter, unit: Unit, still_open: set[Unit]) -> list[int]:
+        """Say what this rank has gradients for, or at least takes part in a reduction of."""
         issued = [r.used_here for r in self.reductions if r.flat_param is flat_param]
-        if any(issued) or (flat_param.has_gradient and unit not in still_open):
-            return _USED
-        return _ISSUED if issued else 0
+        used = flat_param.used()
+        if unit in still_open:
+            used = [False] * len(used)
+        for earlier in issued:
+            used = [one or other for one, other in zip(used, earlier, strict=True)]
+        return [_USED if one else _ISSUED if issued else 0 for one in used]
 
     def _record_exchange(self, values: Tensor, groups: Sequence[RankGroup]) -> None:
         root = self.units[0]
@@ -202,6 +221,8 @@ class Backward:
         for unit in self.begun:
             if unit not in still_open and unit.phase is not Phase.IDLE:
                 unit.finish_backward()
+            for flat_param in unit.flat_params:
+                flat_param.show_gradients()
         for call in self.calls:
             call.done = True
         for unit in self.units:  # also forwards repeated in this run that nothing came back to

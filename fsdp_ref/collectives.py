@@ -9,13 +9,15 @@ backend's own all-gather and reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from fsdp_ref.errors import FSDPError, SilentRanksError
 from fsdp_ref.rank_group import RankGroup
@@ -130,6 +132,38 @@ def start_all_gather(full: Tensor, shard: Tensor, group: RankGroup, tag: int) ->
     return PendingGather(_exchange(outgoing, list(rows), group, tag))
 
 
+@dataclass(frozen=True)
+class CommHook:
+    """A function that reduces gradients in place of the reduce-scatter.
+
+    Attributes:
+        state: Handed to it first.
+        hook: Takes the state, the whole gradient and, where the unit is cut, the shard to fill.
+    """
+
+    state: Any
+    hook: Callable[..., Any]
+
+
+def run_hook(comm_hook: CommHook, gradient: Tensor, group: RankGroup) -> PendingReduction:
+    """Let a hook reduce ``gradient``; the result may be read at once.
+
+    Args:
+        comm_hook: The hook and its state.
+        gradient: Input, ``(group.size * shard_numel,)``, not divided by anything.
+        group: Who shares the unit.
+
+    Returns:
+        The finished reduction.
+    """
+    if group.size == 1:
+        comm_hook.hook(comm_hook.state, gradient)
+        return PendingReduction([gradient])
+    shard = gradient.new_empty(gradient.numel() // group.size)
+    comm_hook.hook(comm_hook.state, gradient, shard)
+    return PendingReduction([shard])
+
+
 def start_reduce_scatter(gradient: Tensor, group: RankGroup, tag: int) -> PendingReduction:
     """Start to sum ``gradient`` over the ranks, each rank keeping its own slice.
 
@@ -178,6 +212,63 @@ def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> lis
     return list(received.view(group.size, -1))
 
 
+def start_gather(
+    full: Tensor | None, shard: Tensor, group: RankGroup, receiver: int, tag: int
+) -> PendingGather:
+    """Start to fill ``full`` on one rank only; the others send their shard and pay nothing.
+
+    Args:
+        full: Output on the receiver, ``(group.size * shard_numel,)``; `None` on the others.
+        shard: This rank's piece, ``(shard_numel,)``.
+        group: Who takes part.
+        receiver: Position in the group of the rank that wants it.
+        tag: Number that keeps messages of different units apart.
+
+    Returns:
+        The gather in flight; keep ``shard`` until it is over.
+    """
+    rows = None if full is None else list(full.view(group.size, -1))
+    if rows is not None:
+        rows[group.rank].copy_(shard)
+    if group.size == 1 or shard.numel() == 0:
+        return PendingGather()
+    if not _point_to_point(shard):
+        work = dist.gather(shard, rows, group=group.live, group_dst=receiver, async_op=True)
+        return PendingGather([work])
+    if rows is None:
+        works = [dist.isend(shard, group=group.live, group_dst=receiver, tag=tag)]
+    else:
+        senders = [rank for rank in range(group.size) if rank != receiver]
+        works = [dist.irecv(rows[i], group=group.live, group_src=i, tag=tag) for i in senders]
+    return PendingGather([work for work in works if work is not None])
+
+
+def scatter(full: Tensor | None, mine: Tensor, group: RankGroup, sender: int, tag: int) -> None:
+    """Fill ``mine`` on every rank with its slice of what one rank holds.
+
+    Args:
+        full: Input on the sender, ``(group.size * shard_numel,)``; `None` on the others.
+        mine: Output, ``(shard_numel,)``.
+        group: Who takes part.
+        sender: Position in the group of the rank that holds it.
+        tag: Number that keeps messages of different units apart.
+    """
+    rows = None if full is None else list(full.view(group.size, -1))
+    if rows is not None:
+        mine.copy_(rows[group.rank])
+    if group.size == 1 or mine.numel() == 0:
+        return
+    if not _point_to_point(mine):
+        dist.scatter(mine, rows, group=group.live, group_src=sender)
+        return
+    if rows is None:
+        works = [dist.irecv(mine, group=group.live, group_src=sender, tag=tag)]
+    else:
+        receivers = [rank for rank in range(group.size) if rank != sender]
+        works = [dist.isend(rows[i], group=group.live, group_dst=i, tag=tag) for i in receivers]
+    PendingGather([work for work in works if work is not None]).wait()
+
+
 def bytes_per_all_reduce(values: Tensor, group: RankGroup) -> int:
     """Return the bytes one rank sends in an all-reduce of ``values``, done in a ring."""
     return 2 * (group.size - 1) * values.nbytes // group.size
@@ -212,3 +303,68 @@ def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, groups: Sequence[Ran
         if group.size > 1:
             dist.all_reduce(values, op=op, group=group.live)
     return values
+
+
+_BROADCAST_TAG = 2**31 - 1  # no unit's number
+
+
+def travel_device(tensor: Tensor, device: torch.device | None) -> torch.device:
+    """Return from which device a tensor can be sent through the default process group.
+
+    Args:
+        tensor: What is to be sent.
+        device: Where it will live, if that is known.
+
+    Returns:
+        ``device``, or the tensor's own; the accelerator if the backend does not serve that.
+    """
+    preferred = device or tensor.device
+    served = distributed_c10d._get_default_group()._device_types
+    if preferred in served or torch.device(preferred.type) in served:
+        return preferred
+    return torch.device(served[0].type, torch.accelerator.current_device_index())
+
+
+def broadcast(
+    tensors: Sequence[Tensor], group: RankGroup, device: torch.device | None = None
+) -> int:
+    """Overwrite ``tensors`` on every rank with what the group's first rank holds.
+
+    The group need not be live: then the tensors go from rank to rank through the default
+    process group, each rank handing on what it got, so that no rank sends to all others.
+
+    Args:
+        tensors: Of any shapes and dtypes, equal on all ranks; written in place.
+        group: Who takes part.
+        device: Where the tensors will live, if they have to be sent from there.
+
+    Returns:
+        The bytes that this rank has sent.
+    """
+    if group.size == 1:
+        return 0
+    targets = _targets_in_tree(group)
+    for tensor in tensors:
+        travelling = tensor.detach().to(travel_device(tensor, device)).contiguous()
+        # As bytes, so that any dtype can be sent.
+        raw = travelling.as_strided((travelling.numel(),), (1,)).view(torch.uint8)
+        if group.process_group is not None:
+            dist.broadcast(raw, group=group.live, group_src=0)
+        else:
+            if group.rank > 0:
+                source = group.ranks[group.rank & (group.rank - 1)]
+                dist.recv(raw, source, tag=_BROADCAST_TAG)
+            works = [dist.isend(raw, group.ranks[i], tag=_BROADCAST_TAG) for i in targets]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        if group.rank > 0:
+            tensor.detach().copy_(travelling)
+    return len(targets) * sum(tensor.nbytes for tensor in tensors)
+
+
+def _targets_in_tree(group: RankGroup) -> list[int]:
+    """Return the positions to which this rank hands on what it got: a binomial tree from 0."""
+    steps = [1 << bit for bit in reversed(range(group.size.bit_length()))]
+    lowest = group.rank & -group.rank or group.size
+    return [group.rank + s for s in steps if s < lowest and group.rank + s < group.size]

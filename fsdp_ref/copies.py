@@ -22,7 +22,7 @@ from fsdp_ref.unit import Unit
 def add_up_over_copies(unit: Unit, shard: Tensor) -> Tensor:
     """Add up a reduced gradient shard over the unit's copies, if there are any. Collective."""
     replicate = unit.placement.replicate
-    if replicate is None:
+    if replicate is None or unit.has_comm_hook:
         return shard
     sent = bytes_per_all_reduce(shard, replicate)
     record(unit.name, unit.phase.value, "all-reduce",

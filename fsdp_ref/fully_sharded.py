@@ -34,6 +34,7 @@ from fsdp_ref.flat_param import flatten
 from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import refuse_unreduced, watch_optimizers
+from fsdp_ref.options import Options, as_device, as_offload, as_prefetch
 from fsdp_ref.originals import (
     collect_originals,
     move_buffers,
@@ -41,6 +42,7 @@ from fsdp_ref.originals import (
     refuse_parameters,
 )
 from fsdp_ref.precision import as_precision
+from fsdp_ref.rank_group import Placement
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import Phase
 from fsdp_ref.strategies import place
@@ -48,6 +50,12 @@ from fsdp_ref.structure import count_models
 from fsdp_ref.unit import Unit
 from fsdp_ref.weights import WeightAccess
 from fsdp_ref.wrapping import apply_policy
+
+INHERITED = (
+    *("process_group", "sharding_strategy", "cpu_offload", "backward_prefetch"),
+    *("mixed_precision", "device_id", "forward_prefetch", "use_orig_params", "device_mesh"),
+)
+"""The arguments that an auto-wrap policy hands on to the units inside."""
 
 
 class FullyShardedDataParallel(WeightAccess):
@@ -79,11 +87,20 @@ class FullyShardedDataParallel(WeightAccess):
             strategy takes a pair: the ranks that share one copy, the ranks that hold the others.
         sharding_strategy: What is cut, what is copied and what is kept after a forward, as a
             word or as torch's enum; see [fsdp_ref.strategies][]. By default `FULL_SHARD`.
+        cpu_offload: What lives on the CPU between uses: torch's `CPUOffload`, a bool, or a dict;
+            see [fsdp_ref.options][].
         auto_wrap_policy: Which modules inside become units of their own; see
             [fsdp_ref.wrapping][]. A policy may return a dict of arguments for a unit.
+        backward_prefetch: When the unit that the backward needs next is gathered: torch's
+            `BackwardPrefetch`, a word, or `None` for not ahead.
         mixed_precision: In which dtypes to compute and to reduce: torch's `MixedPrecision` or a
             dict; see [fsdp_ref.precision][]. By default everything stays in its own dtype.
-        device_id: Where parameters and buffers go; by default they stay on their device.
+        device_id: Where parameters and buffers go; by default they stay on their device. On a
+            machine without an accelerator a number means the CPU.
+        forward_prefetch: Whether to gather the next unit ahead in the forward too.
+        limit_all_gathers: Accepted for torch's sake: at most one unit is ever gathered ahead.
+        use_orig_params: Whether modules keep their own parameters registered, each of them
+            showing this rank's piece; see [fsdp_ref.options][].
         device_mesh: In place of `process_group`, a mesh of one or two dimensions.
 
     Raises:
@@ -95,6 +112,7 @@ class FullyShardedDataParallel(WeightAccess):
         ScalarParameterError: If a parameter has no dimension.
         TiedParametersError: If a parameter would belong to two units.
         PrecisionError: If `mixed_precision` is not understood.
+        OptionError: If `cpu_offload` or `backward_prefetch` is not understood.
         StrategyError: If there is no such strategy, or the groups do not fit it.
 
     Examples:
@@ -113,34 +131,44 @@ class FullyShardedDataParallel(WeightAccess):
         module: nn.Module,
         process_group: Any = None,
         sharding_strategy: Any = None,
-        *,
+        cpu_offload: Any = None,
         auto_wrap_policy: Any = None,
+        backward_prefetch: Any = "BACKWARD_PRE",
         mixed_precision: Any = None,
+        *,
         device_id: int | torch.device | None = None,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name in INHERITED}
         name = current_unit_name() or type(module).__name__
         where = f"unit '{name}'"
         refuse_module(module, where)
-        precision = as_precision(mixed_precision, where)
+        options = Options(
+            precision=as_precision(mixed_precision, where),
+            offload=as_offload(cpu_offload, where),
+            use_orig_params=use_orig_params,
+            backward_prefetch=as_prefetch(backward_prefetch, where),
+            forward_prefetch=forward_prefetch,
+        )
         placement = place(sharding_strategy, process_group, where=where, device_mesh=device_mesh)
         refuse_parameters(collect_originals(module), where)
         if auto_wrap_policy is not None:
-            defaults = {
-                "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
-                "mixed_precision": mixed_precision,
-                "device_id": device_id,
-                "device_mesh": device_mesh,
-            }
-            apply_policy(module, auto_wrap_policy, type(self), defaults)
+            apply_policy(module, auto_wrap_policy, type(self), arguments)
         super().__init__()
         self._fsdp_wrapped_module = module
-        device = None if device_id is None else torch.device(device_id)
-        move_buffers(module, device)
-        flat_params = flatten(collect_originals(module), placement, device, precision)
-        self._unit = Unit(name, flat_params, placement, RegisteredNames(self, flat_params))
-        self._precision = precision
+        self._shard(name, placement, options, as_device(device_id))
+
+    def _shard(
+        self, name: str, placement: Placement, options: Options, device: torch.device | None
+    ) -> None:
+        """Replace the module's parameters by flat parameters; from here on nothing is refused."""
+        move_buffers(self.module, device)
+        flat_params = flatten(collect_originals(self.module), placement, device, options)
+        registered = RegisteredNames(self, flat_params, use_orig_params=options.use_orig_params)
+        self._unit = Unit(name, flat_params, placement, registered, options)
         self._number = count_models(placement)
         self._start_alone()
         watch_optimizers()
@@ -179,7 +207,7 @@ class FullyShardedDataParallel(WeightAccess):
             )
         self._set_up()
         try:
-            args, kwargs = self._precision.cast_inputs(args, kwargs, is_root=is_root)
+            args, kwargs = unit.options.precision.cast_inputs(args, kwargs, is_root=is_root)
             call, args, kwargs = unit.pre_forward(args, kwargs)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:

@@ -65,11 +65,22 @@ class ShardedAway(torch.Tensor):
 class RegisteredNames:
     """Moves a unit's parameters between its modules' registers and attributes."""
 
-    def __init__(self, wrapper: nn.Module, flat_params: Sequence[FlatParameter]) -> None:
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        flat_params: Sequence[FlatParameter],
+        *,
+        use_orig_params: bool = False,
+    ) -> None:
         """Take the parameters out of their modules' registers; ``wrapper`` registers the flat ones.
 
-        The first is called ``_flat_param``, later ones ``_flat_param_1`` and so on.
+        Args:
+            wrapper: Registers the first flat parameter as ``_flat_param``, later ones as
+                ``_flat_param_1`` and so on.
+            flat_params: The unit's flat parameters.
+            use_orig_params: Leave everything as it is instead: modules keep their parameters.
         """
+        self._keeps_originals = use_orig_params
         names = ["_flat_param", *(f"_flat_param_{n}" for n in range(1, len(flat_params)))]
         self._wrapper = wrapper
         self._flat = dict(zip(names, flat_params, strict=False))
@@ -105,7 +116,7 @@ class RegisteredNames:
 
     def set_gathered(self, gathered: bool) -> None:
         """Let the modules find their weights, or the stand-ins."""
-        if self._shown:
+        if self._shown or self._keeps_originals:
             return
         for module, parameters in self._managed.items():
             for attribute, parameter in parameters.items():
@@ -116,7 +127,7 @@ class RegisteredNames:
 
         `next(self.parameters()).dtype` is a common way of a module to learn its own dtype.
         """
-        if self._shown:
+        if self._shown or self._keeps_originals:
             return
         for module, parameters in self._managed.items():
             if inside:
@@ -131,11 +142,13 @@ class RegisteredNames:
 
     def hide(self) -> None:
         """Register the flat parameters, and let the modules find stand-ins."""
+        self._shown = False
+        if self._keeps_originals:
+            return
         self._wrapper._parameters.update(self._flat)
         for module, parameters in self._managed.items():
             for attribute in parameters:
                 module._parameters.pop(attribute, None)
-        self._shown = False
         self.set_gathered(False)
 
     def show(self, *, stand_ins: bool = False) -> None:
@@ -144,6 +157,9 @@ class RegisteredNames:
         Args:
             stand_ins: Register the stand-ins instead, when names are wanted but no values.
         """
+        self._shown = True
+        if self._keeps_originals:
+            return
         for name in self._flat:
             self._wrapper._parameters.pop(name, None)
         for module, parameters in self._managed.items():
@@ -154,7 +170,6 @@ class RegisteredNames:
                 module.__dict__.pop(attribute, None)
             module._parameters.clear()
             module._parameters.update({name: registered[name] for name in self._order[module]})
-        self._shown = True
 
     @contextmanager
     def names_shown(self) -> Iterator[None]:
@@ -170,6 +185,20 @@ class RegisteredNames:
             yield
         finally:
             self.hide()
+
+    @contextmanager
+    def flat_shown(self) -> Iterator[None]:
+        """Register the flat parameters, and no others, for as long as the context is open."""
+        if not self._keeps_originals:
+            yield
+            return
+        self._keeps_originals = False
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
+            self._keeps_originals, self._shown = True, False
 
     def take_over_replacements(self) -> None:
         """Copy the values of parameters that were replaced by new objects while shown.

@@ -6,13 +6,16 @@ stands in `backward.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from fsdp_ref.backward import Backward
+from fsdp_ref.options import Prefetch
 from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.states import ShardState
 from fsdp_ref.unit import Call, Unit
 
 
@@ -42,7 +45,9 @@ class RootSchedule:
         self.synchronize = True
         self._explain_disagreement = explain_disagreement
         self._forwards = 0
-        self._order: list[Unit] = []  # of the first forward since the last backward
+        self._order: dict[Unit, None] = {}  # of the first forward since the last backward
+        self._sequence: dict[Unit, None] = {}  # of the running forward of the root, without repeats
+        self._followers: dict[Unit, Unit] = {}  # who came after whom in the one before it
         self._backwards: dict[int, Backward] = {}  # by autograd's number of the run
         for index, unit in enumerate(self.units):
             unit.index, unit.root_number, unit.schedule = index, number, self
@@ -71,9 +76,31 @@ class RootSchedule:
             self.recover()
         if unit is self.root:
             self._forwards += 1
-        if torch.is_grad_enabled() and unit not in self._order:
-            self._order.append(unit)
+            self._sequence.clear()
+        self._sequence[unit] = None
+        if torch.is_grad_enabled():
+            self._order[unit] = None
         return self._forwards
+
+    def gather_ahead_in_forward(self, unit: Unit) -> None:
+        """Start to gather the unit that followed in the last forward; see `forward_prefetch`."""
+        follower = self._followers.get(unit)
+        if unit.options.forward_prefetch and follower and _running_backward() == -1:
+            follower.start_unshard_ahead()
+
+    def forward_ended(self, unit: Unit, call: Call | None) -> None:
+        """Remember the order at the end of a whole forward; drop what it gathered in vain."""
+        run = _running_backward()
+        if run in self._backwards and call is not None:
+            self._backwards[run].repeated(call)
+        if unit is self.root and run == -1:
+            self._followers = dict(itertools.pairwise(self._sequence))
+            self._drop_what_nobody_used()
+
+    def _drop_what_nobody_used(self) -> None:
+        for unit in self.units:
+            if unit.state is ShardState.UNSHARDING:
+                unit.reshard()
 
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Say whether the unit stays unsharded until its backward.
@@ -86,6 +113,7 @@ class RootSchedule:
     def forward_failed(self) -> None:
         """Forget the calls of a forward that raised; a recomputation stops early on purpose."""
         if _running_backward() == -1:
+            self._drop_what_nobody_used()
             for unit in self.units:
                 unit.forget_calls(lambda call: call.forward == self._forwards)
 
@@ -113,6 +141,14 @@ class RootSchedule:
             # Runs when autograd has nothing left to do, before backward() returns.
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(run))
         self._backwards[run].begin(call)
+
+    def gather_ahead(self, unit: Unit, moment: Prefetch) -> None:
+        """Start to gather the unit that the backward needs next, if ``unit`` asks for it now."""
+        backward = self._backwards.get(_running_backward())
+        if backward is None or unit.options.backward_prefetch is not moment:
+            return
+        if (call := backward.next_call()) is not None:
+            call.unit.start_unshard_ahead()
 
     def gradient_complete(self, call: Call) -> None:
         """The backward has passed all calls of a unit."""

@@ -7,6 +7,7 @@ empty, and are right again once it was refilled.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,3 +52,26 @@ def allocate(tensor: Tensor) -> None:
 def empty(tensor: Tensor) -> None:
     """Free a tensor's memory; the tensor and its views stay usable after `allocate`."""
     tensor.untyped_storage().resize_(0)
+
+
+def set_gradient(tensor: Tensor, gradient: Tensor, descriptor: Any) -> None:
+    """Set a tensor's `.grad`, also to one of another dtype, device or shape than its own.
+
+    Args:
+        tensor: The tensor, a leaf.
+        gradient: Its gradient.
+        descriptor: Torch's own `Tensor.grad`, which subclasses may hide.
+    """
+    alike = (gradient.dtype, gradient.device, gradient.shape)
+    if alike == (tensor.dtype, tensor.device, tensor.shape):
+        descriptor.__set__(tensor, gradient)
+        return
+    # Torch compares the two when `.grad` is set, and not when the data behind it changes.
+    descriptor.__set__(tensor, tensor.detach().new_zeros(()).expand(tensor.shape))
+    descriptor.__get__(tensor).data = gradient
+
+
+def wait_for_copies(source: torch.device, target: Tensor) -> None:
+    """Wait until copies from ``source`` have arrived in ``target``, if it lies elsewhere."""
+    if source.type not in ("cpu", target.device.type):
+        torch.accelerator.current_stream(source).synchronize()

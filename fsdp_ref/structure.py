@@ -33,9 +33,9 @@ def describe_units(units: Sequence[Unit], number: int) -> str:
         copies = f" in {unit.placement.copies} copies" if unit.placement.copies > 1 else ""
         kept = "" if unit.placement.reshard_after_forward else ", kept whole after a forward"
         lines.append(f"{unit.where} over {unit.group.size} ranks{copies}{kept}")
+        lines.append(f"{unit.where}: {unit.options}")
         for flat_param in unit.flat_params:
             kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"
-            lines.append(f"{unit.where}: {flat_param._precision}")
             lines += [
                 f"{unit.where}: '{slot.name}' {slot.shape} {kind}"
                 for slot in flat_param._layout.slots

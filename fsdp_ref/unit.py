@@ -21,6 +21,7 @@ from fsdp_ref.errors import (
 )
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.inputs_outputs import alias_inputs, tensors_in, warn_of_output
+from fsdp_ref.options import Options, Prefetch
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import Phase
@@ -36,8 +37,14 @@ class Schedule(Protocol):
     def forward_begins(self, unit: Unit) -> int:
         """Note that a unit's forward begins; return the number of the root's forward."""
 
+    def gather_ahead_in_forward(self, unit: Unit) -> None:
+        """Start to gather the unit that comes after ``unit`` in the forward, if asked to."""
+
     def keeps_after_forward(self, unit: Unit) -> bool:
         """Say whether a unit stays unsharded until its backward."""
+
+    def forward_ended(self, unit: Unit, call: Call | None) -> None:
+        """Note a call that a backward may come back to."""
 
     def forward_failed(self) -> None:
         """Forget what the running forward has noted so far."""
@@ -47,6 +54,9 @@ class Schedule(Protocol):
 
     def backward_begins(self, call: Call) -> None:
         """Note that a unit's backward begins."""
+
+    def gather_ahead(self, unit: Unit, moment: Prefetch) -> None:
+        """Start to gather the unit that the backward needs next, if ``unit`` asks for it now."""
 
     def gradient_complete(self, call: Call) -> None:
         """Reduce the gradient of a unit that the backward has passed."""
@@ -92,11 +102,13 @@ class Unit(UnitState):
         flat_params: Sequence[FlatParameter],
         placement: Placement,
         registered: RegisteredNames,
+        options: Options,
     ) -> None:
         """Start in SHARDED and IDLE; `schedule` is set when the root is set up."""
-        super().__init__(name, flat_params, placement, registered)
+        super().__init__(name, flat_params, placement, registered, options)
         self.schedule: Schedule | None = None
         self.calls: deque[Call] = deque(maxlen=_MOST_OPEN_CALLS)  # that backward may return to
+        self.has_comm_hook = False
 
     # A step
 
@@ -111,6 +123,7 @@ class Unit(UnitState):
         for flat_param in self.flat_params:
             flat_param.follow_requires_grad()
         self.unshard()
+        self._schedule.gather_ahead_in_forward(self)
         self.registered.set_in_forward(True)
         if not torch.is_grad_enabled():
             return None, args, kwargs
@@ -134,6 +147,7 @@ class Unit(UnitState):
         recomputing = self.phase is Phase.PRE_BACKWARD  # its backward follows immediately
         if not recomputing and not (watched and self._schedule.keeps_after_forward(self)):
             self.reshard()
+        self._schedule.forward_ended(self, call if watched else None)
         return output
 
     def abandon_forward(self) -> None:
@@ -165,7 +179,10 @@ class Unit(UnitState):
         self._schedule.backward_begins(call)
         if self.phase is not Phase.PRE_BACKWARD:
             self.enter(Phase.PRE_BACKWARD)
+        for flat_param in self.flat_params:
+            flat_param.take_back_gradients()
         self.unshard()
+        self._schedule.gather_ahead(self, Prefetch.BACKWARD_PRE)
 
     def post_backward(self, call: Call) -> None:
         """The gradient has left through the inputs of ``call``: is the unit's gradient complete?
@@ -192,12 +209,14 @@ class Unit(UnitState):
     def start_reduction(self) -> list[PendingReduction]:
         """Issue the reduce-scatters of the trainable flat parameters. Collective."""
         self.enter(Phase.POST_BACKWARD)
+        self.reshard()
+        self._schedule.gather_ahead(self, Prefetch.BACKWARD_POST)
         reductions = []
         for number, flat_param in enumerate(self.flat_params):
             if flat_param.requires_grad:
                 with explained(f"{self.where}, reduce-scatter", [self.group]):
                     reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
-                dtype = flat_param._precision.gradient_dtype(flat_param.dtype)
+                dtype = flat_param.gradient_dtype
                 self.record_collective("reduce-scatter", flat_param, dtype)
         return reductions
 
@@ -205,7 +224,8 @@ class Unit(UnitState):
         """Drop the full parameters after the gradient was taken care of."""
         if self.phase is not Phase.POST_BACKWARD:
             self.enter(Phase.POST_BACKWARD)
-        self.reshard()
+            self.reshard()
+            self._schedule.gather_ahead(self, Prefetch.BACKWARD_POST)
         self.enter(Phase.IDLE)
 
     def reset(self) -> None:

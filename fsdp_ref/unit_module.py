@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from fsdp_ref import agreement, process_groups
 from fsdp_ref.errors import RootOnlyError
 from fsdp_ref.originals import cast_buffers
-from fsdp_ref.precision import Precision
 from fsdp_ref.schedule import RootSchedule
 from fsdp_ref.state_dict import clean_name
 from fsdp_ref.structure import describe_units
@@ -31,7 +30,6 @@ class UnitModule(Wrapper):
     _is_fsdp_unit = True
 
     _unit: Unit
-    _precision: Precision
     _number: int  # tells models apart that were built over the same ranks
 
     def _start_alone(self) -> None:
@@ -94,7 +92,9 @@ class UnitModule(Wrapper):
             units = []
             for name, part in root._named_units():
                 part._rename(name)
-                part._buffer_dtypes |= cast_buffers(part.module, part._precision.buffer_dtype)
+                part._buffer_dtypes |= cast_buffers(
+                    part.module, part._unit.options.precision.buffer_dtype
+                )
                 units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([group for unit in units for group in unit.placement.groups])

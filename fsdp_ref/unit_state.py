@@ -14,6 +14,7 @@ import torch
 from fsdp_ref.collectives import PendingGather, bytes_per_gather, explained
 from fsdp_ref.errors import ShardStateError
 from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.options import Options
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.recording import record, waiting, watch
 from fsdp_ref.registered import RegisteredNames
@@ -29,12 +30,13 @@ class UnitState:
         flat_params: Sequence[FlatParameter],
         placement: Placement,
         registered: RegisteredNames,
+        options: Options,
     ) -> None:
         """Start in SHARDED and IDLE."""
         self.name = name
         self.flat_params = list(flat_params)
         self.group, self.placement = placement.shard, placement
-        self.registered = registered
+        self.registered, self.options = registered, options
         self.index = 0  # position in the tree of units, equal on all ranks
         self.root_number = 0  # tells models apart that are alive at the same time
         self.state = ShardState.SHARDED
@@ -108,7 +110,7 @@ class UnitState:
 
     def unshard(self) -> None:
         """Make the full parameters available. Collective, unless they are there already."""
-        if self.state is ShardState.UNSHARDED and self._gathered != self.generations():
+        if self.state is not ShardState.SHARDED and self._gathered != self.generations():
             self.reshard()  # the shards changed since: never use stale weights
         if self.state is ShardState.SHARDED:
             self.start_unshard()
@@ -125,6 +127,11 @@ class UnitState:
             with explained(f"{self.where}, all-gather", [self.group]):
                 self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
             self.record_collective("all-gather", flat_param, flat_param.compute_dtype)
+
+    def start_unshard_ahead(self) -> None:
+        """Issue the all-gathers before they are needed, if the unit is at rest. Collective."""
+        if self.state is ShardState.SHARDED and not self.summoned:
+            self.start_unshard()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""

@@ -1,11 +1,13 @@
 """What happens in which order, and what is in memory meanwhile: read from recorded timelines."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import Timeline, timeline
+from fsdp_ref import ModuleWrapPolicy, Timeline, timeline
 from tests.ranks import run_ranks
 from tests.toy import WIDTH, Stack, mean_square, my_part, nested, seeded, whole_batch
 
@@ -19,28 +21,111 @@ def step_of(model: nn.Module) -> Timeline:
     return recorded
 
 
-def two_steps(depth: int = 3) -> list[Timeline]:
+def two_steps(depth: int = 3, **arguments) -> list[Timeline]:
     torch.manual_seed(0)
-    model = nested(Stack(depth).double())
+    model = nested(Stack(depth).double(), **arguments)
     return [step_of(model), step_of(model)]
 
 
-def test_a_step_gathers_in_order_and_reduces_in_reverse():
-    for first, second in run_ranks(2, two_steps):
-        assert first.lines("all-gather", "unshard", "reshard", "reduce-scatter") == [
-            *("all-gather root", "unshard root"),
-            *("all-gather layers.0", "unshard layers.0", "reshard layers.0"),
-            *("all-gather layers.1", "unshard layers.1", "reshard layers.1"),
-            *("all-gather layers.2", "unshard layers.2", "reshard layers.2"),
-            *("all-gather layers.2", "unshard layers.2"),
-            *("reduce-scatter layers.2", "reshard layers.2"),
-            *("all-gather layers.1", "unshard layers.1"),
-            *("reduce-scatter layers.1", "reshard layers.1"),
-            *("all-gather layers.0", "unshard layers.0"),
-            *("reduce-scatter layers.0", "reshard layers.0"),
-            *("reduce-scatter root", "reshard root"),
-        ]
-        assert second.lines() == first.lines()
+FORWARD = [
+    *("all-gather root", "unshard root"),
+    *("all-gather layers.0", "unshard layers.0", "reshard layers.0"),
+    *("all-gather layers.1", "unshard layers.1", "reshard layers.1"),
+    *("all-gather layers.2", "unshard layers.2", "reshard layers.2"),
+]
+BACKWARD = {  # the next unit is gathered before this one computes, after it, or not ahead
+    "BACKWARD_PRE": [
+        *("all-gather layers.2", "unshard layers.2", "all-gather layers.1"),
+        *("reshard layers.2", "reduce-scatter layers.2"),
+        *("unshard layers.1", "all-gather layers.0"),
+        *("reshard layers.1", "reduce-scatter layers.1"),
+        *("unshard layers.0", "reshard layers.0", "reduce-scatter layers.0"),
+    ],
+    "BACKWARD_POST": [
+        *("all-gather layers.2", "unshard layers.2"),
+        *("reshard layers.2", "all-gather layers.1", "reduce-scatter layers.2"),
+        *("unshard layers.1", "reshard layers.1"),
+        *("all-gather layers.0", "reduce-scatter layers.1"),
+        *("unshard layers.0", "reshard layers.0", "reduce-scatter layers.0"),
+    ],
+    None: [
+        *("all-gather layers.2", "unshard layers.2"),
+        *("reshard layers.2", "reduce-scatter layers.2"),
+        *("all-gather layers.1", "unshard layers.1"),
+        *("reshard layers.1", "reduce-scatter layers.1"),
+        *("all-gather layers.0", "unshard layers.0"),
+        *("reshard layers.0", "reduce-scatter layers.0"),
+    ],
+}
+ROOT_LAST = ["reshard root", "reduce-scatter root"]
+
+
+def steps_with_prefetch() -> dict[str | None, list[Timeline]]:
+    return {moment: two_steps(backward_prefetch=moment) for moment in BACKWARD}
+
+
+def test_a_step_gathers_in_order_and_reduces_in_reverse_and_ahead_when_asked_to():
+    for steps in run_ranks(2, steps_with_prefetch):
+        for moment, (first, second) in steps.items():
+            lines = first.lines("all-gather", "unshard", "reshard", "reduce-scatter")
+            assert lines == [*FORWARD, *BACKWARD[moment], *ROOT_LAST], moment
+            assert second.lines() == first.lines()
+
+
+def forward_prefetch() -> tuple[list[str], list[str], list[str]]:
+    model = nested(seeded(), forward_prefetch=True)
+    first = step_of(model).lines("all-gather", "unshard", "reshard")
+    second = step_of(model)
+    assert second.peak_unsharded_bytes == 8 * (ROOT_NUMEL + 2 * 36)
+    with timeline() as evaluation, torch.no_grad():
+        model(my_part(whole_batch()))
+    return first[:11], second.lines("all-gather", "unshard", "reshard")[:11], evaluation.lines()
+
+
+def test_forward_prefetch_gathers_the_unit_that_followed_in_the_forward_before():
+    ahead = [
+        *("all-gather root", "unshard root", "all-gather layers.0"),
+        *("unshard layers.0", "all-gather layers.1", "reshard layers.0"),
+        *("unshard layers.1", "all-gather layers.2", "reshard layers.1"),
+        *("unshard layers.2", "reshard layers.2"),
+    ]
+    for first, second, evaluation in run_ranks(2, forward_prefetch):
+        assert first == FORWARD
+        assert second == ahead
+        assert evaluation == [*ahead, "reshard root"]
+
+
+class Branching(nn.Module):
+    """Runs its layers in whatever order it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, order):
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def orders_that_change() -> list[float]:
+    torch.manual_seed(0)
+    plain = Branching().double()
+    model = FSDP(
+        copy.deepcopy(plain), forward_prefetch=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    x = torch.randn(2, 4, dtype=torch.float64)
+    errors = []
+    for order in [(0, 1, 2), (2, 0), (1,), (0, 1, 2), ()]:
+        with timeline() as recorded, torch.no_grad():
+            errors.append((model(x, order) - plain(x, order)).abs().max().item())
+        assert recorded.events[-1].live_unsharded_bytes == 0
+    return errors
+
+
+def test_a_forward_that_takes_another_way_drops_what_was_gathered_in_vain():
+    for errors in run_ranks(2, orders_that_change):
+        assert max(errors) == 0
 
 
 def test_a_timeline_says_phase_bytes_group_and_dtype_of_each_event():
@@ -51,17 +136,29 @@ def test_a_timeline_says_phase_bytes_group_and_dtype_of_each_event():
             assert event.group == ((0, 1) if collective else ())
             assert (event.dtype is not None) == collective
         gathers = [e.phase for e in first.events if e.operation == "all-gather"]
-        assert gathers == ["forward"] * 4 + ["pre_backward"] * 3
+        assert gathers == ["forward"] * 4 + ["idle"] * 3  # ahead, for units at rest
         assert {e.dtype for e in first.events if e.operation == "all-gather"} == {torch.float64}
         reductions = [e.phase for e in first.events if e.operation == "reduce-scatter"]
         assert reductions == ["post_backward"] * 4
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
-def test_never_more_than_the_root_and_one_unit_is_in_memory(depth):
+def test_never_more_than_the_root_and_two_units_are_in_memory(depth):
     for recorded in run_ranks(2, two_steps, depth):
         for one in recorded:
-            assert one.peak_unsharded_bytes == 8 * (ROOT_NUMEL + LAYER_NUMEL + 1)
+            assert one.peak_unsharded_bytes == 8 * (ROOT_NUMEL + min(2, depth) * 36)
+            assert one.events[-1].live_unsharded_bytes == 0
+
+
+def without_prefetch(depth: int) -> list[Timeline]:
+    return two_steps(depth, backward_prefetch=None)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+def test_without_prefetch_it_is_the_root_and_one_unit(depth):
+    for recorded in run_ranks(2, without_prefetch, depth):
+        for one in recorded:
+            assert one.peak_unsharded_bytes == 8 * (ROOT_NUMEL + 36)
             assert one.events[-1].live_unsharded_bytes == 0
 
 

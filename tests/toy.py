@@ -7,6 +7,7 @@ root. The reference is the same model, unsharded, on the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,22 +46,22 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def nested(model: Stack) -> FSDP:
-    """Make every layer a unit, and the whole."""
+def nested(model: Stack, **arguments: Any) -> FSDP:
+    """Make every layer a unit, and the whole, all with the same arguments."""
     for index, layer in enumerate(model.layers):
-        model.layers[index] = FSDP(layer)
-    return FSDP(model)
+        model.layers[index] = FSDP(layer, **arguments)
+    return FSDP(model, **arguments)
 
 
-def one_unit(model: nn.Module) -> FSDP:
-    return FSDP(model)
+def one_unit(model: nn.Module, **arguments: Any) -> FSDP:
+    return FSDP(model, **arguments)
 
 
-def three_deep(model: Stack) -> FSDP:
+def three_deep(model: Stack, **arguments: Any) -> FSDP:
     """Units inside units inside the root."""
     for layer in model.layers:
-        layer.linear = FSDP(layer.linear)
-    return nested(model)
+        layer.linear = FSDP(layer.linear, **arguments)
+    return nested(model, **arguments)
 
 
 WRAPPINGS = {"nested": nested, "one unit": one_unit, "three deep": three_deep}

@@ -1,0 +1,219 @@
+"""The gradient of a flat parameter: from one rank's whole gradient to the shard of the mean.
+
+The parameters' gradients are gathered in one long tensor, scaled, as autograd completes them. A
+reduce-scatter turns it into this rank's shard of the mean, which is added to what was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_ref.collectives import CommHook, PendingReduction, run_hook, start_reduce_scatter
+from fsdp_ref.layout import FlatLayout
+from fsdp_ref.leaves import Leaves
+from fsdp_ref.options import Options
+from fsdp_ref.rank_group import Placement
+from fsdp_ref.storage import set_gradient, wait_for_copies
+
+_TENSOR_GRAD: Any = torch.Tensor.grad  # the descriptor, which FlatGradient.grad extends
+
+
+class FlatGradient(nn.Parameter):
+    """What a flat parameter does with gradients."""
+
+    _layout: FlatLayout
+    _placement: Placement
+    _options: Options
+    _leaves: Leaves
+    _full: Tensor
+    _cpu_grad: Tensor | None
+    _divisors: tuple[float, float]  # before and after the reduction
+    _comm_hook: CommHook | None
+    _pieces_shown: bool  # whether the leaves' gradients are pieces of this one's
+
+    def _reset_step_state(self) -> None:
+        self._grad_in_progress: Tensor | None = None
+        self._unsharded_grad: Tensor | None = None
+        self._filled: set[int] = set()  # slots that already hold an unreduced gradient
+        self._given: set[int] = set()  # slots of which any rank ever reduced a gradient
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return self._options.precision.gradient_dtype(self.dtype)
+
+    # From the leaves
+
+    def take_gradient(self, index: int, leaf: Tensor) -> None:
+        """Move one original parameter's gradient into the long gradient, scaled for the mean.
+
+        Autograd calls this once per backward and parameter, right after it has accumulated
+        into ``leaf.grad``.
+        """
+        if leaf.grad is None:
+            return
+        dtype = self.gradient_dtype
+        if self._unsharded_grad is None:
+            self._unsharded_grad = self._full.new_empty(self._layout.padded_numel, dtype=dtype)
+        slot = self._layout.slots[index]
+        target = self._unsharded_grad[slot.offset : slot.stop].view(slot.shape)
+        scale = 1.0 / self._divisors[0]
+        gradient = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+        gradient = gradient.to(dtype)
+        if index in self._filled:  # inside no_sync(), or used again in the same backward
+            target.add_(gradient, alpha=scale)
+        else:
+            torch.mul(gradient, scale, out=target)
+        self._filled.add(index)
+        leaf.grad = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of its parameters got a gradient that is not reduced yet."""
+        return bool(self._filled)
+
+    def used(self) -> list[bool]:
+        """Say what got an unreduced gradient: each parameter, or if flat, any of them."""
+        self.take_back_gradients(hide=False)
+        if self._options.use_orig_params:
+            return [index in self._filled for index, _ in enumerate(self._layout.slots)]
+        return [self.has_gradient]
+
+    # Over the ranks
+
+    def start_reduction(self, tag: int) -> PendingReduction:
+        """Hand the long gradient to a reduce-scatter; zeros where nothing arrived. Collective."""
+        self.take_back_gradients()
+        gradient = self._unsharded_grad
+        if gradient is None:
+            gradient = self._full.new_zeros(self._layout.padded_numel, dtype=self.gradient_dtype)
+        else:
+            for index, slot in enumerate(self._layout.slots):
+                if index not in self._filled:
+                    gradient[slot.offset : slot.stop].zero_()
+            gradient[self._layout.total_numel :].zero_()
+        self._unsharded_grad, self._filled = None, set()
+        if self._comm_hook is not None:
+            return run_hook(self._comm_hook, gradient, self._placement.shard)
+        return start_reduce_scatter(gradient, self._placement.shard, tag)
+
+    def accumulate(self, shard: Tensor) -> None:
+        """Add a reduced gradient shard, ``(shard_numel,)``, to what was there before."""
+        if self._divisors[1] != 1:
+            shard = shard / self._divisors[1]
+        before, shard = self._saved_grad_shard, shard.to(self.kept_gradient_dtype)
+        if before is not None:
+            shard = before.add_(shard.to(before.device))
+        elif self._options.offload.gradients:
+            if self._cpu_grad is None or self._cpu_grad.dtype != shard.dtype:
+                pin = shard.device.type == "cuda"
+                self._cpu_grad = torch.empty_like(shard, device="cpu", pin_memory=pin)
+            shard = self._cpu_grad.copy_(shard, non_blocking=True)
+        self._grad_in_progress = shard
+
+    @property
+    def kept_gradient_dtype(self) -> torch.dtype:
+        """The dtype of `.grad`."""
+        return self.dtype
+
+    def publish_gradient(self, used: Sequence[bool]) -> None:
+        """Set `.grad` from the accumulated shard; the optimizer may step now.
+
+        Args:
+            used: As from the method `used`, but of any rank.
+        """
+        if self._grad_in_progress is not None:
+            wait_for_copies(self._full.device, self._grad_in_progress)
+            self.grad = self._grad_in_progress
+            self._grad_in_progress = None
+            self._given |= {index for index, anywhere in enumerate(used) if anywhere}
+            # Autograd never accumulates into this parameter, so its hooks are called from here.
+            for hook in list((self._post_accumulate_grad_hooks or {}).values()):
+                hook(self)
+        self.show_gradients()
+
+    def discard_gradient(self) -> None:
+        """Forget everything of an unfinished backward."""
+        self._reset_step_state()
+
+    # Where others look for it
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's shard of the mean gradient, `(shard_numel,)`.
+
+        Inside `no_sync` nothing is reduced yet: then it is the gradient of the whole unit,
+        `(padded_numel,)`. Setting it to `None`, as `zero_grad` does, forgets both.
+        """
+        reduced: Tensor | None = _TENSOR_GRAD.__get__(self)
+        return self._unsharded_grad if reduced is None and self.has_gradient else reduced
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            _TENSOR_GRAD.__set__(self, None)
+            self._reset_step_state()
+        else:
+            set_gradient(self, gradient, _TENSOR_GRAD)
+
+    @property
+    def _saved_grad_shard(self) -> Tensor | None:
+        reduced: Tensor | None = _TENSOR_GRAD.__get__(self)
+        return reduced if self._grad_in_progress is None else self._grad_in_progress
+
+    def show_gradients(self) -> None:
+        """With `use_orig_params`, let each parameter's `.grad` be its piece of the shard's.
+
+        A gradient that is not reduced yet shows as NaN; an optimizer step on it is refused.
+        """
+        if not self._options.use_orig_params or self._pieces_shown:
+            return
+        shard: Tensor | None = _TENSOR_GRAD.__get__(self)
+        for index, (_, leaf) in enumerate(self._leaves):
+            piece = self._leaves.piece(self.data, index)
+            if shard is not None and index in self._given:
+                set_gradient(leaf, self._leaves.piece(shard, index), _TENSOR_GRAD)
+            elif index in self._filled:
+                unreduced = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+                set_gradient(leaf, unreduced.expand(piece.shape), _TENSOR_GRAD)
+        self._pieces_shown = True
+
+    def take_back_gradients(self, *, hide: bool = True) -> None:
+        """Follow what was done to the parameters' gradients since they were shown.
+
+        One that was set to `None`, by `zero_grad` for example, is forgotten. One that was
+        replaced is copied.
+
+        Args:
+            hide: Also clear them, because autograd is about to accumulate into them.
+        """
+        if not self._pieces_shown:
+            return
+        for index, (_, leaf) in enumerate(self._leaves):
+            shard: Tensor | None = _TENSOR_GRAD.__get__(self)
+            if leaf.grad is None:
+                if shard is not None and index in self._given:
+                    self._leaves.piece(shard, index).zero_()
+                self._given.discard(index)
+                self._filled.discard(index)
+            elif index in self._given or index not in self._filled:
+                self._take_back(index, leaf.grad)
+            if hide:
+                leaf.grad = None
+        if not self._given:
+            _TENSOR_GRAD.__set__(self, None)
+        self._pieces_shown = not hide
+
+    def _take_back(self, index: int, gradient: Tensor) -> None:
+        shard: Tensor | None = _TENSOR_GRAD.__get__(self)
+        if shard is None:
+            shard = torch.zeros_like(self.data)
+            set_gradient(self, shard, _TENSOR_GRAD)
+        piece = self._leaves.piece(shard, index)
+        if piece.numel() and gradient.data_ptr() != piece.data_ptr():
+            piece.copy_(gradient.reshape(-1))
+        self._given.add(index)

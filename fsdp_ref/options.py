@@ -1,0 +1,174 @@
+"""Arguments of a unit beside its ranks and dtypes: offload, prefetch, original parameters.
+
+Each is accepted in torch's spelling, as a word in either case, or as a dict.
+
+# CPU offload
+
+With `cpu_offload=CPUOffload(offload_params=True)` the shard lives on the CPU. It is copied to
+the device when it is gathered, and the gradient shard is copied back, so the optimizer runs on
+the CPU and its state never takes memory on the device. It costs two copies of a shard in each
+step. `{"offload_gradients": True}` moves the gradient alone.
+
+# Prefetch
+
+A backward needs one unit after the other. `backward_prefetch` says when the next one is
+gathered: before the gradients of this one are computed (`BACKWARD_PRE`, the default: both
+overlap, and two units are in memory), after them and before they are reduced (`BACKWARD_POST`), or
+not ahead at all (`None`). `forward_prefetch=True` does the same in the forward, in the order of the
+forward before it; for models whose units always run in one order.
+
+`limit_all_gathers` is accepted and changes nothing: never more than one unit is gathered ahead,
+so there is nothing to limit.
+
+# The original parameters
+
+With `use_orig_params=True` the modules keep their own parameters registered, under their own
+names. Between steps each of them is this rank's piece of the weight, one-dimensional and perhaps
+empty. An optimizer then sees one parameter per weight: groups by name work, weights can be
+frozen one by one, a weight that no rank used keeps `None` as its gradient, and an optimizer
+from before wrapping goes on working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+from fsdp_ref.errors import OptionError
+from fsdp_ref.precision import Precision
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lives on the CPU between uses.
+
+    Attributes:
+        offload_params: The shard, its gradient, and so the optimizer's state.
+        offload_gradients: The gradient shard; always, if the parameters are offloaded.
+    """
+
+    offload_params: bool = False
+    offload_gradients: bool = False
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradient shards go to the CPU."""
+        return self.offload_params or self.offload_gradients
+
+
+class Prefetch(Enum):
+    """When the unit that the backward needs next is gathered."""
+
+    BACKWARD_PRE = "before this unit's gradients are computed"
+    BACKWARD_POST = "after they are computed, before they are reduced"
+    NONE = "when it is needed"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the parameters of one unit are kept, and when they are gathered.
+
+    Attributes:
+        precision: The dtypes in which they are gathered and reduced.
+        offload: What lives on the CPU.
+        use_orig_params: Whether modules keep their own parameters registered.
+        backward_prefetch: When the next unit is gathered in a backward.
+        forward_prefetch: Whether the next unit is gathered ahead in a forward.
+    """
+
+    precision: Precision = field(default_factory=Precision)
+    offload: Offload = field(default_factory=Offload)
+    use_orig_params: bool = False
+    backward_prefetch: Prefetch = Prefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+
+
+def as_offload(cpu_offload: Any, where: str) -> Offload:
+    """Turn a `cpu_offload` argument into what to offload.
+
+    Args:
+        cpu_offload: `None`, a bool, torch's `CPUOffload`, an `Offload`, or a dict.
+        where: Who asks, for messages.
+
+    Returns:
+        What to offload.
+
+    Raises:
+        OptionError: If it is something else, or a setting is unknown.
+
+    Examples:
+        >>> as_offload(True, "unit 'layer'").gradients
+        True
+    """
+    if isinstance(cpu_offload, Offload):
+        return cpu_offload
+    if cpu_offload is None or isinstance(cpu_offload, bool):
+        return Offload(offload_params=bool(cpu_offload))
+    if hasattr(cpu_offload, "offload_params"):
+        return Offload(offload_params=bool(cpu_offload.offload_params))
+    known = [setting.name for setting in fields(Offload)]
+    if isinstance(cpu_offload, Mapping) and set(cpu_offload) <= set(known):
+        return Offload(**{name: bool(value) for name, value in cpu_offload.items()})
+    raise OptionError.at(
+        f"{where}, cpu_offload",
+        expected=f"a bool, torch's CPUOffload, or a dict with {' or '.join(known)}",
+        found=repr(cpu_offload),
+        fix="For example cpu_offload=True.",
+    )
+
+
+def as_prefetch(backward_prefetch: Any, where: str) -> Prefetch:
+    """Turn a `backward_prefetch` argument into the moment that it names.
+
+    Args:
+        backward_prefetch: `None`, torch's `BackwardPrefetch`, or a word such as `"pre"` or
+            `"BACKWARD_POST"`, in either case.
+        where: Who asks, for messages.
+
+    Returns:
+        The moment.
+
+    Raises:
+        OptionError: If there is no such moment.
+
+    Examples:
+        >>> as_prefetch("post", "unit 'layer'").name
+        'BACKWARD_POST'
+    """
+    if backward_prefetch is None:
+        return Prefetch.NONE
+    given = backward_prefetch
+    word = str(given.name if isinstance(given, Enum) else given).upper()
+    for name in (word, f"BACKWARD_{word}"):
+        if name in Prefetch.__members__:
+            return Prefetch[name]
+    nearest = difflib.get_close_matches(word, Prefetch.__members__, n=1)
+    raise OptionError.at(
+        f"{where}, backward_prefetch",
+        expected="None, 'BACKWARD_PRE' or 'BACKWARD_POST'",
+        found=repr(given),
+        fix=f"Did you mean {nearest[0]!r}?" if nearest else "Torch's enum works as well.",
+    )
+
+
+def as_device(device_id: int | torch.device | None) -> torch.device | None:
+    """Turn a `device_id` argument into a device.
+
+    Args:
+        device_id: A device, its number, or `None`.
+
+    Returns:
+        The device; the CPU for a number on a machine without an accelerator.
+
+    Examples:
+        >>> as_device(torch.device("cpu"))
+        device(type='cpu')
+    """
+    if isinstance(device_id, int) and not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return None if device_id is None else torch.device(device_id)
