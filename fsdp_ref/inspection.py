@@ -162,7 +162,7 @@ def _place(
         ranks=placement.shard.ranks,
         copies=() if placement.replicate is None else placement.replicate.ranks,
         strategy=strategy_of(placement),
-        dtypes=_dtypes(flat_param),
+        dtypes=_dtypes(found.unit, flat_param),
         device=flat_param.device,
         bytes_at_rest=numel_here * flat_param.dtype.itemsize,
         bytes_unsharded=slot.numel * flat_param.compute_dtype.itemsize,
@@ -170,10 +170,10 @@ def _place(
     )
 
 
-def _dtypes(flat_param: FlatParameter) -> Dtypes:
-    precision, dtype = flat_param._precision, flat_param.dtype
-    reduced = precision.gradient_dtype(dtype) if flat_param.requires_grad else None
-    return Dtypes(dtype, precision.compute_dtype(dtype), reduced, precision.buffer_dtype)
+def _dtypes(unit: Unit, flat_param: FlatParameter) -> Dtypes:
+    reduced = flat_param.gradient_dtype if flat_param.requires_grad else None
+    buffers = unit.options.precision.buffer_dtype
+    return Dtypes(flat_param.dtype, flat_param.compute_dtype, reduced, buffers)
 
 
 def _place_outside(name: str, parameter: nn.Parameter) -> WeightPlace:

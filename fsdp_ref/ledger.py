@@ -128,14 +128,13 @@ def _of_weights(
 def _of_gradients(
     unit: str, part: UnitModule, flat_param: FlatParameter, steps: Steps
 ) -> Iterator[_Messages]:
-    placement = part._unit.placement
-    dtype = flat_param._precision.gradient_dtype(flat_param.dtype)
+    placement, dtype = part._unit.placement, flat_param.gradient_dtype
     shard_bytes = flat_param.numel() * dtype.itemsize
     kind = _Kind(unit, "reduce-scatter", placement.shard.ranks, dtype)
     sent = (placement.shard.size - 1) * shard_bytes
     yield _Messages(kind, steps.synchronized, sent)
     copies = placement.replicate
-    if copies is not None:
+    if copies is not None and not part._unit.has_comm_hook:
         kind = _Kind(unit, "all-reduce", copies.ranks, dtype)
         sent = ring_all_reduce_bytes(shard_bytes, copies.size)
         yield _Messages(kind, steps.synchronized, sent)
@@ -143,8 +142,11 @@ def _of_gradients(
 
 def _agreement(root: UnitModule, steps: Steps) -> Iterator[_Messages]:
     """Yield the exchange at the end of each synchronizing backward."""
-    # The order of the units, in two forms; then what was used.
-    numbers = 2 + sum(len(part._unit.flat_params) for part in UnitModule.fsdp_modules(root))
+    numbers = 2  # the order of the units, in two forms; then what was used
+    for part in UnitModule.fsdp_modules(root):
+        for flat_param in part._unit.flat_params:
+            one_by_one = part._unit.options.use_orig_params
+            numbers += len(flat_param._layout.slots) if one_by_one else 1
     for group in root._unit.placement.groups:
         kind = _Kind("root", "all-reduce", group.ranks, torch.int64)
         sent = ring_all_reduce_bytes(numbers * torch.int64.itemsize, group.size)

@@ -127,7 +127,8 @@ def explanation_and_step(arguments):
     [
         {},
         PRECISION,
-        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True},
+        {"use_orig_params": True},
     ],
 )
 def test_it_says_the_same_at_any_time_and_a_step_confirms_it(arguments):

@@ -62,8 +62,11 @@ CASES = {
     "full shard": {},
     "shard grad op": {"sharding_strategy": "SHARD_GRAD_OP"},
     "no shard": {"sharding_strategy": "NO_SHARD"},
+    "no prefetch": {"backward_prefetch": None},
     "mixed precision": {"mixed_precision": PRECISION},
     "one unit": {"auto_wrap_policy": None},
+    "original parameters": {"use_orig_params": True},
+    "offload": {"cpu_offload": True},
     "frozen middle": {"build": frozen_middle},
     "frozen biases": {"build": frozen_biases},
     "mixed strategies": {"build": mixed_strategies, "auto_wrap_policy": one_layer_kept},
@@ -140,6 +143,7 @@ def test_the_prediction_agrees_with_a_calculation_by_hand(world_size):
         "reduce-scatter": others * (root + 3 * layer) * ITEM,
     }
     assert by_hand(found["full shard"][0]) == (full, agreement)
+    assert by_hand(found["offload"][0]) == (full, agreement)
     kept = {"all-gather": others * (root + 3 * layer) * ITEM}
     assert found["shard grad op"][0].bytes_by_operation == full | kept
     again = {"all-gather": others * (root + (2 + 2 + 1) * layer) * ITEM}

@@ -25,7 +25,7 @@ Expected output:
     all units        reduce-scatter                      3         648       648
     all units        all of these                        9       1,944     1,944
     end of backward  all-reduce      0-3    int64        1          72        72
-    full parameters in memory: at most 576 bytes
+    full parameters in memory: at most 864 bytes
     plain data parallelism would send 1,296 bytes; this is 1.5000 of it
     measured and expected differ in 0 places
 """
