@@ -1,19 +1,25 @@
 """The full state dict: the plain model's keys and shapes, whatever the number of ranks.
 
-Export is a pure read and gathers one unit at a time. Loading needs no communication: each
-rank copies its own part of every full value.
+Export is a pure read and gathers one unit at a time. A unit's full values are copied, registered
+under the parameters' names, and dropped from the module again once they are in the dict. So
+hooks that were registered on the modules inside run as on the plain model: they get the plain
+model's prefix, and find whole values under the plain model's keys. How a state dict is loaded
+stands in [fsdp_ref.loading][].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_ref.exact import exact_parameters
+from fsdp_ref.errors import SummonContextError
+from fsdp_ref.exact import exact_values
+from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.unit import Unit
 
 WRAPPED = "_fsdp_wrapped_module."
@@ -30,40 +36,94 @@ def clean_name(name: str) -> str:
     return name.replace(WRAPPED, "")
 
 
-def fill_in_full_values(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace a unit's parameters in ``state_dict`` by copies of their full values. Collective.
+@contextmanager
+def full_copies_registered(unit: Unit) -> Iterator[None]:
+    """Let a unit's modules register copies of the full parameters. Collective, unless summoned.
+
+    Nothing stays gathered meanwhile: the next unit can be gathered inside.
 
     Args:
-        unit: The unit, whose parameters are in ``state_dict`` as objects, perhaps without
-            memory behind them.
-        state_dict: The dict to change, in place; the order of keys stays.
-        prefix: What the unit's names begin with.
+        unit: The unit.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        SummonContextError: If it is summoned, and another rank is the only one to see it.
     """
-    was_sharded = unit.unsharded_bytes == 0
-    with nullcontext() if unit.summoned else exact_parameters(unit):
-        for original in [o for flat_param in unit.flat_params for o in flat_param._originals]:
-            # One copy per parameter: aliases of a tied parameter share it, as in a plain model.
-            value = original.parameter.detach().clone()
-            value.requires_grad_(original.parameter.requires_grad)
-            for _, _, name in original.places:
-                if prefix + name in state_dict:
-                    state_dict[prefix + name] = value
-    if was_sharded:
-        unit.reshard()
+    refuse_unseen(unit, "state_dict()")
+    if unit.summoned:
+        copies = {original: _copy(original.parameter) for original in _originals(unit)}
+    else:
+        with exact_values(unit):
+            copies = {
+                original: _copy(full, original.parameter.requires_grad)
+                for flat_param in unit.flat_params
+                for original, full in _whole(flat_param)
+            }
+    with registered_instead(unit, copies):
+        yield
 
 
-def strip_wrapped(state_dict: dict[str, Any], prefix: str) -> None:
-    """Remove the wrapper's part from all keys that begin with ``prefix``, keeping the order."""
-    metadata = getattr(state_dict, "_metadata", {})  # torch's note of each module's version
-    for keyed in (state_dict, metadata):
-        items = list(keyed.items())
-        keyed.clear()
-        for key, value in items:
-            if f"{key}." == prefix + WRAPPED:
-                key = prefix.removesuffix(".")
-            elif key.startswith(prefix):
-                key = prefix + key[len(prefix) :].removeprefix(WRAPPED)
-            keyed[key] = value
+def refuse_unseen(unit: Unit, where: str) -> None:
+    """Raise where a unit is summoned and this rank does not see it.
+
+    Args:
+        unit: The unit.
+        where: What was called, for the message.
+
+    Raises:
+        SummonContextError: If so.
+    """
+    if unit.summoned and any(flat_param._exact is None for flat_param in unit.flat_params):
+        raise SummonContextError.at(
+            f"{where} of {unit.where}",
+            expected="a call on the rank that sees the parameters",
+            found="a rank that does not, inside summon_full_params(rank0_only=True)",
+            fix="Make the call on that rank only, or on all ranks outside of the context.",
+        )
+
+
+@contextmanager
+def registered_instead(unit: Unit, tensors: Mapping[OriginalParameter, Tensor]) -> Iterator[None]:
+    """Let a unit's modules register other tensors under the parameters' names.
+
+    Args:
+        unit: The unit.
+        tensors: What to register for each original parameter.
+
+    Yields:
+        Nothing; the order of names is that of the plain model.
+    """
+    with unit.registered.names_shown():
+        places = [
+            (module._parameters, attribute, tensor)
+            for original, tensor in tensors.items()
+            for module, attribute, _ in original.places
+        ]
+        before = [register.get(attribute) for register, attribute, _ in places]
+        try:
+            for register, attribute, tensor in places:
+                register[attribute] = tensor  # type: ignore[assignment]  # for a while
+            yield
+        finally:
+            for (register, attribute, _), parameter in zip(places, before, strict=True):
+                register[attribute] = parameter
+
+
+def _originals(unit: Unit) -> list[OriginalParameter]:
+    return [original for flat_param in unit.flat_params for original in flat_param._originals]
+
+
+def _whole(flat_param: FlatParameter) -> Iterator[tuple[OriginalParameter, Tensor]]:
+    for slot, original in zip(flat_param._layout.slots, flat_param._originals, strict=True):
+        yield original, flat_param.shown[slot.offset : slot.stop].view(slot.shape)
+
+
+def _copy(value: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+    # Memory of its own: a view would keep the whole unit alive, and drag it into a file.
+    trainable = value.requires_grad if requires_grad is None else requires_grad
+    return nn.Parameter(value.detach().clone(), requires_grad=trainable)
 
 
 def restore_dtypes(
@@ -79,45 +139,3 @@ def restore_dtypes(
     for name, dtype in dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-
-
-def take_own_values(
-    unit: Unit,
-    state_dict: dict[str, Any],
-    prefix: str,
-    missing: list[str],
-    errors: list[str],
-) -> None:
-    """Load a unit's own parameters out of ``state_dict`` and remove them from it. Local.
-
-    Args:
-        unit: The unit to load.
-        state_dict: Full values under the plain model's names, prefixed.
-        prefix: What the unit's names begin with.
-        missing: Receives the keys that are not there.
-        errors: Receives one message per value of the wrong shape.
-    """
-    unit.reshard()  # full parameters gathered earlier are stale from here on
-    for flat_param in unit.flat_params:
-        for index, original in enumerate(flat_param._originals):
-            for _, _, name in original.places:
-                key = prefix + name
-                if key not in state_dict:
-                    missing.append(key)
-                    continue
-                value = state_dict.pop(key)
-                if not isinstance(value, Tensor) or value.shape != original.parameter.shape:
-                    found = tuple(value.shape) if isinstance(value, Tensor) else type(value)
-                    errors.append(
-                        f"size mismatch for {key}: expected {tuple(original.parameter.shape)} "
-                        f"as in the model, found {found} in the state dict."
-                    )
-                    continue
-                with torch.no_grad():
-                    flat_param.write_slice(index, value)
-
-
-def insert_wrapped(state_dict: dict[str, Any], prefix: str) -> None:
-    """Undo `strip_wrapped`, so that the wrapped module finds its keys when it is loaded."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[prefix + WRAPPED + key[len(prefix) :]] = state_dict.pop(key)

@@ -1,6 +1,8 @@
 """State dicts have the plain model's names and values, and load at any number of ranks."""
 
 import io
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.parity.training import WRAPPINGS as CASE_WRAPPINGS
 from tests.provoked import provokes
 from tests.ranks import run_ranks
 from tests.toy import (
+    Layer,
     assert_equal_gradients,
     assert_sharded,
     mean_square,
@@ -147,44 +150,6 @@ def test_prefix_destination_and_keep_vars_work_as_in_torch():
     run_ranks(2, arguments)
 
 
-def strictness() -> None:
-    model, before = nested(seeded()), seeded().state_dict()
-    state = {name: value + 1 for name, value in before.items()}
-    del state["layers.1.scale"]
-    state["layers.9.scale"] = torch.ones(5)
-    with provokes(FSDP.load_state_dict, RuntimeError) as caught:
-        model.load_state_dict(state)
-    assert "missing keys ['layers.1.scale']" in caught.message
-    assert "unexpected keys ['layers.9.scale']" in caught.message
-    assert "unit" in caught.message
-    assert "strict=False" in caught.message
-    result = model.load_state_dict(state, strict=False)
-    assert result.missing_keys == ["layers.1.scale"]
-    assert result.unexpected_keys == ["layers.9.scale"]
-    loaded = model.state_dict()
-    for name, value in before.items():
-        expected = value if name == "layers.1.scale" else value + 1
-        assert torch.equal(loaded[name], expected), name
-
-
-def test_missing_and_unexpected_keys_are_named_with_the_plain_names():
-    run_ranks(2, strictness)
-
-
-def wrong_shape() -> None:
-    model, before = nested(seeded()), seeded().state_dict()
-    state = dict(before)
-    state["layers.2.linear.weight"] = torch.zeros(4, 5)
-    with provokes(FSDP.load_state_dict, RuntimeError, match="layers.2.linear.weight") as caught:
-        model.load_state_dict(state)
-    assert "(5, 5)" in caught.message
-    assert "(4, 5)" in caught.message
-
-
-def test_a_wrong_shape_is_named():
-    run_ranks(2, wrong_shape)
-
-
 def loading_after_evaluation() -> None:
     plain, model = seeded(), nested(seeded())
     other = {name: value * 1.5 for name, value in plain.state_dict().items()}
@@ -280,3 +245,117 @@ def buffers_and_extra_state() -> None:
 
 def test_buffers_and_extra_state_travel_along():
     run_ranks(2, buffers_and_extra_state)
+
+
+# ---------------------------------------------------------------- as on the plain model
+
+
+class Recorder:
+    """Hooks that note what they see and change the dict; the same on any model."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.seen.append(("before", type(module).__name__, prefix, keep_vars))
+
+    def after(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        mine = [key for key in state if key.startswith(prefix)]
+        self.seen.append(("after", type(module).__name__, prefix, mine, dict(metadata)))
+        if isinstance(module, nn.Linear):
+            assert all(state[key].isfinite().all() for key in mine)
+            state[prefix + "weight"] = state[prefix + "weight"].half()
+            state[prefix + "norm"] = state[prefix + "weight"].norm()
+            del state[prefix + "bias"]
+
+    def watch(self, module: nn.Module) -> None:
+        module.register_state_dict_pre_hook(self.before)
+        module.register_state_dict_post_hook(partial(self.after))  # torch marks the object
+
+
+def hooks_of_inner_modules(summoned: bool) -> None:
+    plain, model, recorders = seeded(), seeded(), (Recorder(), Recorder())
+    for one, recorder in zip((plain, model), recorders, strict=True):
+        for part in (one, one.head, one.layers[1], one.layers[1].linear):
+            recorder.watch(part)
+    model = nested(model)
+    expected = plain.state_dict(prefix="model.")
+    with model.summon_full_params() if summoned else nullcontext():
+        found = model.state_dict(prefix="model.")
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype
+    assert recorders[1].seen == recorders[0].seen
+    assert found._metadata == expected._metadata
+
+
+@pytest.mark.parametrize("summoned", [False, True])
+def test_hooks_of_inner_modules_see_and_change_what_they_do_on_the_plain_model(summoned):
+    run_ranks(2, hooks_of_inner_modules, summoned)
+
+
+def hooks_of_the_wrapper() -> None:
+    model, recorder = nested(seeded()), Recorder()
+    for part in (model, model.layers[1]):
+        recorder.watch(part)
+    state = model.state_dict()
+    inner = [key for key in state if key.startswith("layers.1.")]
+    versions = {"version": 1}
+    assert recorder.seen == [
+        ("before", "FullyShardedDataParallel", "", False),
+        ("before", "FullyShardedDataParallel", "layers.1.", False),
+        ("after", "FullyShardedDataParallel", "layers.1.", inner, versions),
+        ("after", "FullyShardedDataParallel", "", list(state), versions),
+    ]
+    model._register_state_dict_hook(lambda module, state, prefix, metadata: {"only": 1})
+    assert model.state_dict() == {"only": 1}
+    wrong = FSDP(nn.Linear(2, 2))
+    wrong.register_state_dict_post_hook(lambda *_: {})
+    with provokes(FSDP.state_dict, RuntimeError, match="in place"):
+        wrong.state_dict()
+
+
+def test_hooks_of_the_wrapper_run_with_the_units_own_prefix():
+    run_ranks(2, hooks_of_the_wrapper)
+
+
+class Abridged(Layer):
+    """A module that has its own idea of its state dict."""
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        result = super().state_dict(*args, **kwargs)
+        return {key: value for key, value in result.items() if "scale" not in key}
+
+
+def a_module_with_its_own_state_dict() -> None:
+    plain = seeded(Abridged)
+    assert list(FSDP(seeded(Abridged)).state_dict()) == list(plain.state_dict())
+
+
+def test_a_state_dict_method_of_the_module_inside_is_respected():
+    run_ranks(1, a_module_with_its_own_state_dict)
+
+
+def types_and_memory() -> None:
+    case = CASES["frozen"]
+    plain, model = case.model(torch.float32), FSDP(case.model(torch.float32))
+    kept, expected = model.state_dict(keep_vars=True), plain.state_dict(keep_vars=True)
+    for name, value in expected.items():
+        assert type(kept[name]) is type(value)
+        assert kept[name].requires_grad == value.requires_grad, name
+    tied = FSDP(CASES["tied"].model(torch.float32)).state_dict()
+    assert tied["head.weight"].data_ptr() == tied["embedding.weight"].data_ptr()
+    whole = FSDP(seeded())
+    with whole.summon_full_params():
+        inside = whole.state_dict()
+        first = {name: value.clone() for name, value in inside.items()}
+        with torch.no_grad():
+            whole.head.weight.zero_()
+        again = whole.state_dict()
+    assert all(torch.equal(inside[name], value) for name, value in first.items())
+    assert not again["head.weight"].any()
+
+
+def test_values_have_the_plain_types_share_memory_if_tied_and_outlive_a_summon():
+    run_ranks(2, types_and_memory)
