@@ -32,7 +32,9 @@ class Event:
         phase: Where the step was, a value of [Phase][fsdp_ref.states.Phase].
         operation: ``all-gather`` (issued), ``unshard`` (usable now), ``reshard``,
             ``reduce-scatter`` (issued), ``all-reduce`` (copies are averaged, or ranks agree at
-            the end of a backward) or ``all-to-all`` (edits are compared).
+            the end of a backward), ``all-to-all`` (edits are compared), ``broadcast``
+            (initial values are sent), or ``gather`` and ``scatter`` (one rank sees and edits
+            full parameters).
         bytes_on_wire: Bytes that this rank sends to others; 0 for moves.
         group: Global ranks that took part; empty for moves.
         dtype: What was sent; ``None`` for moves.
