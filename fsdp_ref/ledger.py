@@ -34,7 +34,8 @@ few integers, listed apart. So is what ranks exchange in calls such as `clip_gra
 The prediction is for steps in which each unit runs forward and backward once. A unit that is called
 twice is gathered twice. One whose output needs no gradient is not gathered for a backward. One
 that no rank used is neither gathered nor reduced. An evaluation, `summon_full_params` or
-`state_dict` inside the recording gathers as well.
+`state_dict` inside the recording gathers as well. A communication hook sends what it likes; what is
+listed is what the reduce-scatter in its place would have sent.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Entry:
 
     Attributes:
         unit: The unit's name, or the call, as in [Event][fsdp_ref.Event].
-        operation: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``all-to-all``.
+        operation: What was sent, as in [Event][fsdp_ref.Event].
         ranks: Global ranks that took part.
         dtype: What was sent.
         count: How often.

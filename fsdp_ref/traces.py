@@ -104,7 +104,7 @@ def _wait_span(wait: Wait) -> _Span:
 
 
 def _moment(event: Event) -> _Span:
-    kind = _PARAMETERS if event.operation in ("all-gather", "all-to-all") else _GRADIENTS
+    kind = _GRADIENTS if event.operation in ("reduce-scatter", "all-reduce") else _PARAMETERS
     return _Span(f"{event.operation} issued", event.unit, kind,
                  event.time_ns, event.time_ns, event)  # fmt: skip
 

@@ -149,9 +149,11 @@ class UnitState:
         """Drop the full parameters; nothing happens when they are not in memory."""
         if self.state is ShardState.SHARDED:
             return
-        for gather in self._gathers:
-            gather.wait()
-        self._gathers.clear()
+        if self._gathers:  # issued ahead, and not needed after all
+            with waiting(self.name, "all-gather"):
+                for gather in self._gathers:
+                    gather.wait()
+            self._gathers.clear()
         self.registered.set_gathered(False)
         for flat_param in self.flat_params:
             flat_param.free()

@@ -358,6 +358,40 @@ def test_a_step_is_drawn_as_a_valid_trace(tmp_path):
         assert waits.count(("all-gather", "layers.1")) == 2
 
 
+class Branching(torch.nn.Module):
+    """Runs its layers in whatever order it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, order):
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def a_forward_that_takes_another_way():
+    policy = fsdp_ref.ModuleWrapPolicy({torch.nn.Linear})
+    model = fsdp_ref.FullyShardedDataParallel(
+        Branching(), auto_wrap_policy=policy, forward_prefetch=True
+    )
+    with torch.no_grad():
+        model(torch.ones(1, 4), (0, 1, 2))
+        with timeline() as recorded:
+            model(torch.ones(1, 4), (0, 2))  # gathers 1 ahead, and 2 because it is needed
+    assert_a_valid_trace(json.dumps(recorded.chrome_trace()))
+    return recorded
+
+
+def test_waiting_for_a_gather_in_vain_is_recorded_too():
+    recorded = run_ranks(2, a_forward_that_takes_another_way)[0]
+    about_1 = [event.operation for event in recorded.events if event.unit == "layers.1"]
+    assert about_1 == ["all-gather", "reshard"]
+    assert [wait.unit for wait in recorded.waits].count("layers.1") == 1
+    assert ("all-gather", "layers.1: parameters") in [span[:2] for span in spans(recorded)]
+
+
 def test_crossing_spans_in_one_lane_would_be_found():
     drawn = Timeline([at(1, "a", "all-gather"), at(5, "a", "unshard")]).chrome_trace()
     drawn["traceEvents"].append({**drawn["traceEvents"][-3], "ts": 2.0, "dur": 99.0})
