@@ -23,7 +23,6 @@ REASONS = {
     "needs optimizer state dicts",
     "needs checkpoint files",
     # To go, one by one:
-    "waits for CPU offload",
     "waits for ignored modules",
     "waits for keep_low_precision_grads",
     "waits for sync_module_states",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -104,22 +106,19 @@ def test_clipping_by_value_needs_only_the_shards():
 # ---------------------------------------------------------------- accumulation, averaging
 
 
-# pytorch/torchtitan#1710, pytorch/pytorch#73784 (without offload), huggingface/accelerate#2531
+# pytorch/torchtitan#1710, pytorch/pytorch#73784, huggingface/accelerate#2531
 @on_ranks(2)
 def test_accumulating_gives_the_same_sum_with_and_without_no_sync_and_costs_reductions():
     plain = seeded()
     for _ in range(3):
         loss(plain, whole=True).backward()
-    for quiet, reductions in ((True, 1), (False, 3)):
-        model = one_unit(seeded())
+    for quiet, offload in itertools.product((True, False), (None, True)):
+        model = FSDP(seeded(), cpu_offload=offload)
         with timeline() as seen:
             for index in range(3):
-                if quiet and index < 2:
-                    with model.no_sync():
-                        loss(model).backward()
-                else:
+                with model.no_sync() if quiet and index < 2 else nullcontext():
                     loss(model).backward()
-        assert len(seen.lines("reduce-scatter")) == reductions
+        assert len(seen.lines("reduce-scatter")) == (1 if quiet else 3)
         assert_equal_gradients(model, plain)
         assert [p.grad.numel() for p in model.parameters()] == [59]  # the shard's
 

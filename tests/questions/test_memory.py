@@ -177,10 +177,13 @@ def test_a_step_of_full_sharding_sends_half_as_much_again_as_without():
 # pytorch/pytorch#104509
 @on_ranks(2)
 def test_never_more_than_the_root_and_two_layers_are_in_memory():
-    model = nested(seeded(lambda: Stack(depth=6)))
-    with timeline() as seen:
-        loss(model).backward()
-    assert seen.peak_unsharded_bytes <= 8 * (12 + 2 * 36)
+    for arguments in ({}, {"forward_prefetch": True}, {"limit_all_gathers": False}):
+        policy = ModuleWrapPolicy({Layer})
+        model = FSDP(seeded(lambda: Stack(depth=6)), auto_wrap_policy=policy, **arguments)
+        with timeline() as seen:
+            for _ in range(2):  # the first forward shows the order
+                loss(model).backward()
+        assert seen.peak_unsharded_bytes <= 8 * (12 + 2 * 36)
 
 
 # discuss.pytorch.org/t/222103 (torch's fully_shard)
