@@ -118,7 +118,7 @@ class FlatGradient(nn.Parameter):
     @property
     def kept_gradient_dtype(self) -> torch.dtype:
         """The dtype of `.grad`."""
-        return self.dtype
+        return self._options.precision.kept_gradient_dtype(self.dtype)
 
     def publish_gradient(self, used: Sequence[bool]) -> None:
         """Set `.grad` from the accumulated shard; the optimizer may step now.

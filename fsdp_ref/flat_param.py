@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +47,7 @@ from fsdp_ref.layout import FlatLayout
 from fsdp_ref.leaves import Leaves
 from fsdp_ref.options import Options
 from fsdp_ref.originals import OriginalParameter
+from fsdp_ref.precision import Precision
 from fsdp_ref.rank_group import Placement, RankGroup
 from fsdp_ref.storage import allocate, empty, refuse_lost_writes
 
@@ -197,6 +199,17 @@ class FlatParameter(FlatGradient):
             self._leaves.point_at_pieces(self)
         else:
             self._leaves.point_at_nothing(self.compute_dtype, self._full.device)
+
+    def use_precision(self, precision: Precision) -> None:
+        """Gather and reduce in other dtypes from now on; the unit is sharded."""
+        self._options = replace(self._options, precision=precision)
+        self._updates += 1  # what an open forward has saved is lost: its backward has to raise
+        self._fp16_shard = None
+        self.renew_memory(self.compute_device)
+
+    @property
+    def _precision(self) -> Precision:
+        return self._options.precision
 
     @property
     def _originals(self) -> list[OriginalParameter]:

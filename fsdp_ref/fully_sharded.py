@@ -17,8 +17,9 @@ which follows at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,22 +27,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.at_exit import wait_for_threads_at_exit
+from fsdp_ref.collectives import CommHook
+from fsdp_ref.comm_hooks import refuse_comm_hook
 from fsdp_ref.errors import (
     InnerUnitBeforeRootError,
+    OptionError,
     SummonContextError,
 )
+from fsdp_ref.fingerprints import InitialWeights, take_fingerprints
 from fsdp_ref.flat_param import flatten
 from fsdp_ref.grad_norm import scale_gradients, total_norm
+from fsdp_ref.initialize import broadcast_initial, materialize
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import refuse_unreduced, watch_optimizers
-from fsdp_ref.options import Options, as_device, as_offload, as_prefetch
+from fsdp_ref.options import Options, as_device, as_options
 from fsdp_ref.originals import (
     collect_originals,
     move_buffers,
     refuse_module,
     refuse_parameters,
+    resolve_ignored,
 )
-from fsdp_ref.precision import as_precision
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import Phase
@@ -53,7 +59,8 @@ from fsdp_ref.wrapping import apply_policy
 
 INHERITED = (
     *("process_group", "sharding_strategy", "cpu_offload", "backward_prefetch"),
-    *("mixed_precision", "device_id", "forward_prefetch", "use_orig_params", "device_mesh"),
+    *("mixed_precision", "param_init_fn", "device_id", "sync_module_states"),
+    *("forward_prefetch", "limit_all_gathers", "use_orig_params", "device_mesh"),
 )
 """The arguments that an auto-wrap policy hands on to the units inside."""
 
@@ -95,17 +102,24 @@ class FullyShardedDataParallel(WeightAccess):
             `BackwardPrefetch`, a word, or `None` for not ahead.
         mixed_precision: In which dtypes to compute and to reduce: torch's `MixedPrecision` or a
             dict; see [fsdp_ref.precision][]. By default everything stays in its own dtype.
+        ignored_modules: Modules that units leave alone, with everything inside: their parameters
+            stay as they are, on every rank for itself. Not inherited but passed on to inner units.
+        param_init_fn: Gives values to a module that is on the meta device; by default its
+            `reset_parameters` does. See [fsdp_ref.initialize][].
         device_id: Where parameters and buffers go; by default they stay on their device. On a
             machine without an accelerator a number means the CPU.
+        sync_module_states: Whether the values of parameters and buffers come from the first rank.
+            Collective then.
         forward_prefetch: Whether to gather the next unit ahead in the forward too.
         limit_all_gathers: Accepted for torch's sake: at most one unit is ever gathered ahead.
         use_orig_params: Whether modules keep their own parameters registered, each of them
             showing this rank's piece; see [fsdp_ref.options][].
+        ignored_states: In place of `ignored_modules`, parameters or modules to leave alone.
         device_mesh: In place of `process_group`, a mesh of one or two dimensions.
 
     Raises:
         NotAModuleError: If `module` is no module.
-        NoValuesError: If a parameter is on the meta device, or lazy.
+        NoValuesError: If a parameter is lazy, or on the meta device and nothing gives it values.
         ContainerWithoutForwardError: If `module` has no `forward`, such as `ModuleList`.
         AlreadyWrappedError: If `module` is a unit, or the policy meets one inside.
         NonFloatingParameterError: If a parameter has an integer, boolean or complex dtype.
@@ -113,6 +127,7 @@ class FullyShardedDataParallel(WeightAccess):
         TiedParametersError: If a parameter would belong to two units.
         PrecisionError: If `mixed_precision` is not understood.
         OptionError: If `cpu_offload` or `backward_prefetch` is not understood.
+        IgnoredStatesError: If something is to be ignored that cannot be.
         StrategyError: If there is no such strategy, or the groups do not fit it.
 
     Examples:
@@ -135,41 +150,54 @@ class FullyShardedDataParallel(WeightAccess):
         auto_wrap_policy: Any = None,
         backward_prefetch: Any = "BACKWARD_PRE",
         mixed_precision: Any = None,
-        *,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
         use_orig_params: bool = False,
+        ignored_states: Any = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name in INHERITED}
+        given = locals()
         name = current_unit_name() or type(module).__name__
         where = f"unit '{name}'"
         refuse_module(module, where)
-        options = Options(
-            precision=as_precision(mixed_precision, where),
-            offload=as_offload(cpu_offload, where),
-            use_orig_params=use_orig_params,
-            backward_prefetch=as_prefetch(backward_prefetch, where),
-            forward_prefetch=forward_prefetch,
-        )
+        options = as_options(given, where)
         placement = place(sharding_strategy, process_group, where=where, device_mesh=device_mesh)
-        refuse_parameters(collect_originals(module), where)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states, where)
+        refuse_parameters(collect_originals(module, ignored), where, may_be_on_meta=True)
         if auto_wrap_policy is not None:
-            apply_policy(module, auto_wrap_policy, type(self), arguments)
+            inherited = {argument: given[argument] for argument in INHERITED}
+            apply_policy(module, auto_wrap_policy, type(self), inherited, ignored)
         super().__init__()
-        self._fsdp_wrapped_module = module
-        self._shard(name, placement, options, as_device(device_id))
+        self._fsdp_wrapped_module, self._ignored = module, ignored
+        device, from_meta = as_device(device_id), []
+        if sync_module_states:
+            broadcast_initial(module, placement, param_init_fn, device, name=name, ignored=ignored)
+        else:
+            from_meta = materialize(module, param_init_fn, device, where=where, ignored=ignored)
+        self._shard(name, placement, options, device, from_meta)
 
     def _shard(
-        self, name: str, placement: Placement, options: Options, device: torch.device | None
+        self,
+        name: str,
+        placement: Placement,
+        options: Options,
+        device: torch.device | None,
+        from_meta: list[str],
     ) -> None:
         """Replace the module's parameters by flat parameters; from here on nothing is refused."""
-        move_buffers(self.module, device)
-        flat_params = flatten(collect_originals(self.module), placement, device, options)
+        move_buffers(self.module, device, self._ignored)
+        originals = collect_originals(self.module, self._ignored)
+        whole = take_fingerprints(originals)
+        flat_params = flatten(originals, placement, device, options)
         registered = RegisteredNames(self, flat_params, use_orig_params=options.use_orig_params)
         self._unit = Unit(name, flat_params, placement, registered, options)
+        self._initial = InitialWeights(self._unit, whole, from_meta)
         self._number = count_models(placement)
+        self._forward_methods: set[str] = set()
         self._start_alone()
         watch_optimizers()
         wait_for_threads_at_exit()
@@ -190,30 +218,44 @@ class FullyShardedDataParallel(WeightAccess):
             InnerUnitBeforeRootError: If an inner unit is called before the root ever was.
             SummonContextError: If called inside `summon_full_params`.
         """
-        unit, is_root = self._unit, self.check_is_root()
-        if not is_root and self._root()._schedule is None:
-            raise InnerUnitBeforeRootError.at(
-                unit.where,
-                expected="the outermost unit to be called first",
-                found="a call of an inner unit",
-                fix="Call the model itself once before you call a part of it.",
-            )
-        if unit.summoned:
-            raise SummonContextError.at(
-                unit.where,
-                expected="a forward outside of summon_full_params",
-                found="a forward inside it",
-                fix="Close the context first; a forward gathers what it needs by itself.",
-            )
+        return self._run(self._fsdp_wrapped_module, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the wrapped module, or one of its methods, as a forward of this unit."""
+        unit, is_root, before = self._unit, self.check_is_root(), (args, kwargs)
+        self._refuse_forward(is_root)
         self._set_up()
+        precision = self._precision_of_mode()
         try:
-            args, kwargs = unit.options.precision.cast_inputs(args, kwargs, is_root=is_root)
+            args, kwargs = precision.cast_inputs(args, kwargs, is_root=is_root)
             call, args, kwargs = unit.pre_forward(args, kwargs)
-            output = self._fsdp_wrapped_module(*args, **kwargs)
+            output = precision.cast_outputs(function(*args, **kwargs), like=before)
         except BaseException:
             unit.abandon_forward()
             raise
         return unit.post_forward(call, output)
+
+    def _refuse_forward(self, is_root: bool) -> None:
+        if not is_root and self._root()._schedule is None:
+            raise InnerUnitBeforeRootError.at(
+                self._unit.where,
+                expected="the outermost unit to be called first",
+                found="a call of an inner unit",
+                fix="Call the model itself once before you call a part of it.",
+            )
+        if self._unit.summoned:
+            raise SummonContextError.at(
+                self._unit.where,
+                expected="a forward outside of summon_full_params",
+                found="a forward inside it",
+                fix="Close the context first; a forward gathers what it needs by itself.",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Find what the wrapper lacks in the wrapped module; gather for registered methods."""
+        if name in self.__dict__.get("_forward_methods", ()):
+            return partial(self._run, getattr(self.module, name))
+        return super().__getattr__(name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -271,6 +313,84 @@ class FullyShardedDataParallel(WeightAccess):
         scale_gradients(flat_params, norm, max_norm)
         return norm
 
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let a function reduce the gradients, here and in all inner units. Not collective.
+
+        The hook takes the place of the reduce-scatter, with its scaling: it gets the whole
+        gradient as it is, and has to divide it. Torch's hooks work here. Every rank registers
+        the same hook, before the first forward.
+
+        Args:
+            state: Handed to the hook first; torch's hooks want their own state with a group.
+            hook: `hook(state, gradient, shard)` fills the shard, `(shard_numel,)`, from the
+                gradient, `(padded_numel,)`. Where nothing is cut, as in `NO_SHARD`,
+                `hook(state, gradient)` reduces in place.
+
+        Raises:
+            RootOnlyError: If called on an inner unit.
+            OptionError: If the hook cannot be called, if there is one already, or if a unit is
+                hybrid: its gradient is reduced twice.
+        """
+        self._root_only("register_comm_hook")
+        parts = self.fsdp_modules(self)
+        for part in parts:
+            refuse_comm_hook(part._unit, hook)
+        for part in parts:
+            part._unit.reduce_with(CommHook(state, hook))
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
+        """Say by what gradients are divided, in place of the number of ranks. Not collective.
+
+        Every rank sets the same. By default `pre` is the number of ranks and `post` is 1; to
+        sum instead of to average, set both to 1. FairScale's name; a way to weigh batches of
+        unequal size, or experts that see the tokens of several ranks.
+
+        Args:
+            pre: Divides this rank's gradient before the reduction.
+            post: Divides the reduced gradient.
+            recursive: Also in all inner units.
+
+        Raises:
+            OptionError: If a factor is not above 0.
+        """
+        if not (pre > 0 and post > 0):
+            raise OptionError.at(
+                self._unit.where, expected="factors above 0", found=f"{pre} and {post}",
+                fix="Divide by 1 where nothing should happen.",
+            )  # fmt: skip
+        for part in self.fsdp_modules(self) if recursive else [self]:
+            for flat_param in part._unit.flat_params:
+                flat_param._divisors = (pre, post)
+
+    # By hand
+
+    def unshard(self, recurse: bool = True, async_op: bool = False) -> Unsharding | None:
+        """Gather full parameters ahead, here and in all inner units. Collective.
+
+        They stay until a forward of their unit has used them, until `reshard`, or until the
+        shards change. Torch's `fully_shard` has the same method for one unit at a time.
+
+        Args:
+            recurse: Include the inner units.
+            async_op: Do not wait for the messages; call `wait` on what is returned.
+
+        Returns:
+            The gather in flight if `async_op`, else `None`.
+
+        Raises:
+            SummonContextError: If called inside `summon_full_params`.
+        """
+        self._set_up()
+        self._refuse_forward(is_root=True)
+        units = [part._unit for part in (self.fsdp_modules(self) if recurse else [self])]
+        for unit in units:
+            unit.start_unshard_ahead()
+        unsharding = Unsharding(units)
+        if async_op:
+            return unsharding
+        unsharding.wait()
+        return None
+
     def reshard(self) -> None:
         """Drop full parameters that are in memory, here and in all inner units. Not collective.
 
@@ -287,3 +407,48 @@ class FullyShardedDataParallel(WeightAccess):
         for part in self.fsdp_modules(self):
             if part._unit.phase is Phase.IDLE and not part._unit.summoned:
                 part._unit.reshard()
+
+
+class Unsharding:
+    """Full parameters on their way.
+
+    Args:
+        units: The units that gather.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Wait until the parameters are there. Local."""
+        for unit in self._units:
+            unit.unshard()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a wrapped module gather parameters as its forward does. Local.
+
+    Without it, `model.encode(x)` calls the module inside, whose weights are not in memory.
+    Torch's `fully_shard` has the same function. Every rank registers the same methods.
+
+    Args:
+        module: A unit; any other module is left as it is.
+        method_name: The method, as the wrapped module calls it. Its outputs are watched as
+            those of a forward are.
+
+    Raises:
+        OptionError: If the wrapped module has no such method.
+
+    Examples:
+        >>> register_fsdp_forward_method(nn.Linear(2, 2), "encode")
+    """
+    if not isinstance(module, FullyShardedDataParallel):
+        return
+    if not callable(getattr(module.module, method_name, None)):
+        raise OptionError.at(
+            module._unit.where,
+            expected=f"a method of {type(module.module).__name__}",
+            found=repr(method_name),
+            fix="Give the name of a method, as a string.",
+        )
+    module._forward_methods.add(method_name)

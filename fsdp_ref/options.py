@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from fsdp_ref.errors import OptionError
-from fsdp_ref.precision import Precision
+from fsdp_ref.precision import Precision, as_precision
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,29 @@ def as_prefetch(backward_prefetch: Any, where: str) -> Prefetch:
         expected="None, 'BACKWARD_PRE' or 'BACKWARD_POST'",
         found=repr(given),
         fix=f"Did you mean {nearest[0]!r}?" if nearest else "Torch's enum works as well.",
+    )
+
+
+def as_options(arguments: Mapping[str, Any], where: str) -> Options:
+    """Turn constructor arguments into the options of a unit.
+
+    Args:
+        arguments: All arguments, also those that are no options.
+        where: Who asks, for messages.
+
+    Returns:
+        The options.
+
+    Raises:
+        OptionError: If `cpu_offload` or `backward_prefetch` is not understood.
+        PrecisionError: If `mixed_precision` is not understood.
+    """
+    return Options(
+        precision=as_precision(arguments.get("mixed_precision"), where),
+        offload=as_offload(arguments.get("cpu_offload"), where),
+        use_orig_params=bool(arguments.get("use_orig_params")),
+        backward_prefetch=as_prefetch(arguments.get("backward_prefetch"), where),
+        forward_prefetch=bool(arguments.get("forward_prefetch")),
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_ref.asking import AnyOf, answers_of
 from fsdp_ref.errors import AlreadyWrappedError, FSDPError, PolicyError, TiedParametersError
 from fsdp_ref.naming import where_is
+from fsdp_ref.options import as_options
 from fsdp_ref.originals import (
     NOTHING_IGNORED,
     Ignored,
@@ -77,6 +78,7 @@ def plan_units(
         PolicyError: If the policy is none, or returns something else than a bool or a dict of
             arguments that the wrapper takes; or if a `wrapper_config` is not such a dict.
         PrecisionError: If a `mixed_precision` is not understood.
+        OptionError: If another argument for a unit is not understood.
         TiedParametersError: If the policy would put one parameter into two units.
     """
     _refuse_wrapped(root, wrapper_cls, ignored)
@@ -93,7 +95,7 @@ def plan_units(
             chosen = {**defaults, **unit.overrides}
             ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
             place(**ranks, where=where_is(unit.name))
-            as_precision(chosen.get("mixed_precision"), where_is(unit.name))
+            as_options(chosen, where_is(unit.name))
     return units
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_ref.collectives import PendingReduction, explained
+from fsdp_ref.collectives import CommHook, PendingReduction, explained
 from fsdp_ref.errors import (
     DoubleBackwardError,
     WeightsChangedError,
@@ -110,6 +110,12 @@ class Unit(UnitState):
         self.calls: deque[Call] = deque(maxlen=_MOST_OPEN_CALLS)  # that backward may return to
         self.has_comm_hook = False
 
+    def reduce_with(self, comm_hook: CommHook) -> None:
+        """Let a hook reduce the gradients, which then come undivided."""
+        self.has_comm_hook = True
+        for flat_param in self.flat_params:
+            flat_param._comm_hook, flat_param._divisors = comm_hook, (1, 1)
+
     # A step
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
@@ -133,6 +139,7 @@ class Unit(UnitState):
 
     def post_forward(self, call: Call | None, output: Any) -> Any:
         """Watch the outputs for their gradient, and drop the parameters if the schedule says so."""
+        torch.clear_autocast_cache()  # it would go on using copies of the weights of now
         self.leave_forward()
         found = [] if call is None else tensors_in(output)
         if call is not None and output is not None and not found:

@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 
 from fsdp_ref import agreement, process_groups
 from fsdp_ref.errors import RootOnlyError
-from fsdp_ref.originals import cast_buffers
+from fsdp_ref.fingerprints import InitialWeights, compare_initial_weights
+from fsdp_ref.originals import Ignored, cast_buffers, restore_buffers
+from fsdp_ref.precision import Precision
 from fsdp_ref.schedule import RootSchedule
 from fsdp_ref.state_dict import clean_name
 from fsdp_ref.structure import describe_units
@@ -30,6 +32,8 @@ class UnitModule(Wrapper):
     _is_fsdp_unit = True
 
     _unit: Unit
+    _initial: InitialWeights
+    _ignored: Ignored
     _number: int  # tells models apart that were built over the same ranks
 
     def _start_alone(self) -> None:
@@ -92,16 +96,28 @@ class UnitModule(Wrapper):
             units = []
             for name, part in root._named_units():
                 part._rename(name)
-                part._buffer_dtypes |= cast_buffers(
-                    part.module, part._unit.options.precision.buffer_dtype
-                )
+                part._cast_buffers(part._unit.options.precision)
                 units.append(part._unit)
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([group for unit in units for group in unit.placement.groups])
             root._compare("structure of the model", describe_units(units, root._number))
+            started = [(part._unit, part._initial) for _, part in root._named_units()]
+            compare_initial_weights(started, root._unit.placement.groups)
             differ = partial(root._compare, "order of the units")
             root._schedule = RootSchedule(units, root._number, differ)
         return root._schedule
+
+    def _cast_buffers(self, precision: Precision) -> None:
+        cast = cast_buffers(self.module, precision.buffer_dtype, self._ignored)
+        self._buffer_dtypes |= cast
+
+    def _precision_of_mode(self) -> Precision:
+        """Return the precision of `train()` or `eval()`; adapt to it if the mode has changed."""
+        precision = self._unit.options.precision.at(training=self.training)
+        if self._unit.use_precision(precision):
+            restore_buffers(self.module, self._buffer_dtypes, self._ignored)
+            self._cast_buffers(precision)
+        return precision
 
     def _compare(self, topic: str, mine: str) -> None:
         for group in self._unit.placement.groups:

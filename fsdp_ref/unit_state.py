@@ -15,6 +15,7 @@ from fsdp_ref.collectives import PendingGather, bytes_per_gather, explained
 from fsdp_ref.errors import ShardStateError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.options import Options
+from fsdp_ref.precision import Precision
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.recording import record, waiting, watch
 from fsdp_ref.registered import RegisteredNames
@@ -159,6 +160,16 @@ class UnitState:
             flat_param.free()
         self.move(ShardState.SHARDED)
         record(self.name, self.phase.value, "reshard")
+
+    def use_precision(self, precision: Precision) -> bool:
+        """Compute in other dtypes from now on; return whether they differ from those before."""
+        if all(flat_param._precision == precision for flat_param in self.flat_params):
+            return False
+        self.reshard()
+        for flat_param in self.flat_params:
+            flat_param.use_precision(precision)
+        self.registered.follow_dtype_and_device()
+        return True
 
     def generations(self) -> list[tuple[int, int]]:
         """Return one value per flat parameter that changes whenever its shard does."""

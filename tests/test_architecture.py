@@ -51,6 +51,7 @@ ORDER = (
     "structure",
     "exact",
     "copies",
+    "comm_hooks",
     "unit",
     "unit_state",
     "inputs_outputs",

@@ -282,11 +282,22 @@ def test_ranks_with_different_arguments_disagree_instead_of_hanging(arguments):
     run_ranks(2, differing, arguments)
 
 
+class Unset(nn.Module):
+    """Has a weight on meta, and no `reset_parameters`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 def not_modules():
     for wrong in (None, len, nn.Linear):
         with provokes(fsdp_ref.FullyShardedDataParallel, errors.NotAModuleError, match="nn.Module"):
             fsdp_ref.FullyShardedDataParallel(wrong)
-    for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
+    for empty in (Unset(), nn.LazyLinear(2)):
         with provokes(fsdp_ref.FullyShardedDataParallel, errors.NoValuesError, match="weight"):
             fsdp_ref.FullyShardedDataParallel(empty)
 
