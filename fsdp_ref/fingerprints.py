@@ -87,7 +87,8 @@ class InitialWeights:
 
     def remember_shards(self, unit: Unit) -> None:
         """Take the shards as they are now for pieces of whole values."""
-        self.shards = [(p.dtype, fingerprint(p.data)) for p in unit.flat_params]
+        shards = unit.flat_params if unit.placement.size > 1 else []
+        self.shards = [(p.dtype, fingerprint(p.data)) for p in shards]
 
     def replaced(self, unit: Unit, names: Iterable[str]) -> None:
         """Forget parameters that were given whole values since; every rank does that alike. Local.
@@ -165,6 +166,7 @@ def flat_states(units: Units) -> list[FlatState]:
     known = [
         (unit, initial, flat_param, before, fingerprint(flat_param.data))
         for unit, initial in units
+        if unit.placement.size > 1
         for flat_param, before in zip(unit.flat_params, initial.shards, strict=True)
     ]
     tensors = [tensor for _, _, _, (_, before), now in known for tensor in (before, now)]

@@ -126,8 +126,10 @@ class FullyShardedDataParallel(WeightAccess):
         ScalarParameterError: If a parameter has no dimension.
         TiedParametersError: If a parameter would belong to two units.
         PrecisionError: If `mixed_precision` is not understood.
-        OptionError: If `cpu_offload` or `backward_prefetch` is not understood.
+        OptionError: If `cpu_offload`, `backward_prefetch` or `param_init_fn` is not understood.
         IgnoredStatesError: If something is to be ignored that cannot be.
+        RankDisagreementError: If `sync_module_states` and the ranks' modules differ.
+        SilentRanksError: If `sync_module_states` and a rank does not take part.
         StrategyError: If there is no such strategy, or the groups do not fit it.
 
     Examples:
@@ -191,7 +193,7 @@ class FullyShardedDataParallel(WeightAccess):
         """Replace the module's parameters by flat parameters; from here on nothing is refused."""
         move_buffers(self.module, device, self._ignored)
         originals = collect_originals(self.module, self._ignored)
-        whole = take_fingerprints(originals)
+        whole = take_fingerprints(originals) if placement.size > 1 else {}
         flat_params = flatten(originals, placement, device, options)
         registered = RegisteredNames(self, flat_params, use_orig_params=options.use_orig_params)
         self._unit = Unit(name, flat_params, placement, registered, options)
@@ -217,6 +219,10 @@ class FullyShardedDataParallel(WeightAccess):
         Raises:
             InnerUnitBeforeRootError: If an inner unit is called before the root ever was.
             SummonContextError: If called inside `summon_full_params`.
+            InitialWeightsDifferError: At the first forward, if ranks cut their shards from
+                different weights.
+            IdenticalShardsError: At the first forward, if ranks wrote the same numbers to their
+                shards.
         """
         return self._run(self._fsdp_wrapped_module, args, kwargs)
 
@@ -225,6 +231,8 @@ class FullyShardedDataParallel(WeightAccess):
         unit, is_root, before = self._unit, self.check_is_root(), (args, kwargs)
         self._refuse_forward(is_root)
         self._set_up()
+        if is_root and self._initial is not None:
+            self._compare_initial_weights()
         precision = self._precision_of_mode()
         try:
             args, kwargs = precision.cast_inputs(args, kwargs, is_root=is_root)

@@ -150,6 +150,29 @@ def materialize(
     return unit.names()
 
 
+def refuse_deferred(
+    module: nn.Module,
+    param_init_fn: InitFunction | None,
+    *,
+    where: str,
+    ignored: Ignored = NOTHING_IGNORED,
+) -> None:
+    """Raise if something on meta could not be given values; called before anything changes. Local.
+
+    Args:
+        module: The module that is to be wrapped.
+        param_init_fn: Initialises one module; `None` to call `reset_parameters`.
+        where: Who asks, for messages.
+        ignored: What to leave alone.
+
+    Raises:
+        OptionError: If `param_init_fn` cannot be called.
+        NoValuesError: If a module has no `reset_parameters` and no function is given.
+    """
+    unit = DeferredUnit(module, where, ignored)
+    unit.refuse(param_init_fn, unit.names())
+
+
 def broadcast_initial(
     module: nn.Module,
     placement: Placement,

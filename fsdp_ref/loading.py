@@ -151,6 +151,10 @@ class Loading:
                 unit.reshard()  # full parameters gathered earlier are stale from here on
                 flat_param.write_slice(index, value)
 
+    def names_for(self, unit: Unit) -> set[str]:
+        """Return the names of a unit's parameters that are written."""
+        return {p._layout.slots[index].name for owner, p, index, _ in self._noted if owner is unit}
+
     def undo(self) -> None:
         """Put back what modules have written at once."""
         for register, name, tensor, value in self._before:

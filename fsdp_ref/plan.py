@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_ref.asking import AnyOf, answers_of
 from fsdp_ref.errors import AlreadyWrappedError, FSDPError, PolicyError, TiedParametersError
+from fsdp_ref.initialize import refuse_deferred
 from fsdp_ref.naming import where_is
 from fsdp_ref.options import as_options
 from fsdp_ref.originals import (
@@ -109,6 +110,28 @@ def _exempt_from(defaults: Mapping[str, Any]) -> Callable[[nn.Module], bool | _E
         return _Exemption(mixed_precision=Precision.of_exempt(module))
 
     return rule
+
+
+def refuse_uninitialized(
+    units: Sequence[PlannedUnit], defaults: Mapping[str, Any], ignored: Ignored = NOTHING_IGNORED
+) -> None:
+    """Raise if planned units hold something on meta to which nothing gives values. Local.
+
+    Args:
+        units: What will be wrapped.
+        defaults: Arguments for each wrapper.
+        ignored: What units leave alone.
+
+    Raises:
+        NoValuesError: If a module has no `reset_parameters` and no function is given.
+        OptionError: If a `param_init_fn` cannot be called.
+    """
+    planned = Ignored(modules=frozenset(unit.module for unit in units)) | ignored
+    for unit in units:
+        chosen = {**defaults, **unit.overrides}
+        if is_unit_class(unit.wrapper_cls) and not chosen.get("sync_module_states"):
+            init, where = chosen.get("param_init_fn"), where_is(unit.name)
+            refuse_deferred(unit.module, init, where=where, ignored=planned)
 
 
 def is_unit_class(wrapper_cls: Any) -> bool:

@@ -7,7 +7,7 @@ comparison of ranks, and the schedule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ class UnitModule(Wrapper):
     _is_fsdp_unit = True
 
     _unit: Unit
-    _initial: InitialWeights
+    _initial: InitialWeights | None  # until the first forward
     _ignored: Ignored
     _number: int  # tells models apart that were built over the same ranks
 
@@ -101,11 +101,35 @@ class UnitModule(Wrapper):
             # Groups first: they are compared over all ranks, also if the root's own differ.
             process_groups.create([group for unit in units for group in unit.placement.groups])
             root._compare("structure of the model", describe_units(units, root._number))
-            started = [(part._unit, part._initial) for _, part in root._named_units()]
-            compare_initial_weights(started, root._unit.placement.groups)
             differ = partial(root._compare, "order of the units")
             root._schedule = RootSchedule(units, root._number, differ)
         return root._schedule
+
+    def _compare_initial_weights(self) -> None:
+        """Make sure that all ranks start from the same weights. Collective, once.
+
+        Not part of `_set_up`: until the first forward, whole values may still be loaded or
+        written, which need the units set up.
+        """
+        parts = [part for _, part in self._named_units()]
+        known = [(part._unit, part._initial) for part in parts if part._initial is not None]
+        compare_initial_weights(known, self._unit.placement.groups)
+        for part in parts:
+            part._initial = None
+
+    def _initial_replaced(self, names: Iterable[str]) -> None:
+        """Remember which weights were given whole values before they were ever used."""
+        if self._initial is not None:
+            self._initial.replaced(self._unit, names)
+
+    def _initial_changed(self, *, since: list[tuple[int, int]]) -> None:
+        """The same, for all flat parameters that have changed."""
+        changed = [
+            flat_param
+            for flat_param, before in zip(self._unit.flat_params, since, strict=True)
+            if flat_param.generation != before
+        ]
+        self._initial_replaced(slot.name for p in changed for slot in p._layout.slots)
 
     def _cast_buffers(self, precision: Precision) -> None:
         cast = cast_buffers(self.module, precision.buffer_dtype, self._ignored)

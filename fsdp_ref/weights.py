@@ -121,6 +121,7 @@ class WeightAccess(UnitModule):
         # Several models may be inside; what concerns all their ranks goes through all groups.
         schedules = dict.fromkeys(part._set_up() for part in parts)
         groups = {group.ranks: group for schedule in schedules for group in schedule.groups}
+        before = {part: part._unit.generations() for part in parts}
         with full_parameters(
             [part._unit for part in parts],
             list(groups.values()),
@@ -130,6 +131,8 @@ class WeightAccess(UnitModule):
             with_grads=with_grads,
         ):
             yield
+        for part, generations in before.items():
+            part._initial_changed(since=generations)
 
     def state_dict(  # type: ignore[override]  # torch declares overloads, one deprecated
         self,
@@ -239,6 +242,9 @@ class WeightAccess(UnitModule):
             for part in parts:
                 part._loading = None
         loading.write()
+        for part in parts:
+            if not part._unit.summoned:
+                part._initial_replaced(loading.names_for(part._unit))
 
     def _load_from_state_dict(
         self,

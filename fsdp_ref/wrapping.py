@@ -184,6 +184,7 @@ from fsdp_ref.plan import (
     is_unit_class,
     own_config,
     plan_units,
+    refuse_uninitialized,
     refuse_unknown_arguments,
 )
 from fsdp_ref.policies import (
@@ -392,6 +393,7 @@ def auto_wrap(
     units = plan_units(module, policy, context.wrapper_cls, arguments, ignored)
     if not any(unit.is_chosen for unit in units) and not may_look_at_sizes(policy):
         _warn_that_nothing_matched(module, policy)
+    refuse_uninitialized(units, arguments, ignored)
     return _wrap_all(module, units, arguments, ignored)
 
 
@@ -454,7 +456,9 @@ def apply_policy(
     units = plan_units(module, policy, wrapper_cls, defaults, ignored)
     if not any(unit.is_chosen for unit in units):
         _warn_that_nothing_matched(module, policy)
-    _wrap_all(module, [unit for unit in units if unit.name], defaults, ignored)
+    inner = [unit for unit in units if unit.name]
+    refuse_uninitialized([*inner, PlannedUnit("", module, wrapper_cls)], defaults, ignored)
+    _wrap_all(module, inner, defaults, ignored)
 
 
 def _warn_that_nothing_matched(module: nn.Module, policy: Any) -> None:
