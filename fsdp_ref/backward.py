@@ -27,7 +27,7 @@ from fsdp_ref.collectives import (
 from fsdp_ref.copies import add_up_over_copies
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.rank_group import RankGroup
-from fsdp_ref.recording import record
+from fsdp_ref.recording import record, waiting
 from fsdp_ref.states import Phase
 from fsdp_ref.unit import Call, Unit
 
@@ -47,7 +47,8 @@ class _Reduction:
     def finish(self) -> None:
         """Wait for the result; take it over at once if this rank used the parameter."""
         if self.shard is None:
-            with explained(f"{self.unit.where}, reduce-scatter", self.unit.placement.groups):
+            where, groups = f"{self.unit.where}, reduce-scatter", self.unit.placement.groups
+            with explained(where, groups), waiting(self.unit.name, "reduce-scatter"):
                 self.shard = add_up_over_copies(self.unit, self.pending.wait())
             if any(self.used_here):
                 self.flat_param.accumulate(self.shard)

@@ -44,7 +44,7 @@ from fsdp_ref.collectives import PendingGather, start_all_gather
 from fsdp_ref.errors import CopyError
 from fsdp_ref.flat_gradient import FlatGradient
 from fsdp_ref.layout import FlatLayout
-from fsdp_ref.leaves import Leaves
+from fsdp_ref.leaves import Leaves, shown_by
 from fsdp_ref.options import Options
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.precision import Precision
@@ -75,6 +75,7 @@ class FlatParameter(FlatGradient):
         placement: The ranks that share it and that hold copies.
         device: Where the full parameters live, and the shard unless it is offloaded.
         options: Dtypes, offload, and whether modules keep their own parameters.
+        shard: This rank's shard, if it was cut already; the originals need no values then.
 
     Attributes:
         _is_sharded: Whether more than one rank shares it; `False` when its group has one rank.
@@ -110,18 +111,16 @@ class FlatParameter(FlatGradient):
         placement: Placement,
         device: torch.device,
         options: Options = DEFAULTS,
+        shard: Tensor | None = None,
     ) -> FlatParameter:
         """Shard `originals` as `placement` says; their memory becomes views of the full tensor."""
         first, group = originals[0].parameter, placement.shard
-        layout = FlatLayout.of([(o.name, o.parameter.shape) for o in originals], group.size)
-        at_rest = torch.device("cpu") if options.offload.offload_params else device
-        shard = first.detach().new_zeros(layout.shard_numel, device=at_rest)
+        layout = FlatLayout.of([(o.name, o.shape) for o in originals], group.size)
+        if shard is None:
+            at_rest = torch.device("cpu") if options.offload.offload_params else device
+            shard = cut(originals, layout, group.rank, at_rest)
         if options.offload.offload_params and device.type == "cuda":
             shard = shard.pin_memory()
-        for slot, original in zip(layout.slots, originals, strict=True):
-            inner, outer, numel = layout.overlap(slot, group.rank)
-            piece = original.parameter.detach().reshape(-1)[inner : inner + numel]
-            shard[outer : outer + numel].copy_(piece)
         self: FlatParameter = torch.Tensor._make_subclass(cls, shard, first.requires_grad)
         self._layout, self._placement, self._group = layout, placement, group
         self._options = options
@@ -129,7 +128,7 @@ class FlatParameter(FlatGradient):
         self._is_sharded = group.size > 1
         self._orig_size = torch.Size([layout.total_numel])
         self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
-        self._divisors, self._comm_hook = (placement.size, 1), None
+        self._divisors, self._comm_hook = self.mean_divisors, None
         self._updates, self._pieces_shown = 0, False
         self._reset_step_state()
         self._own_leaves()
@@ -142,6 +141,7 @@ class FlatParameter(FlatGradient):
         placement: Placement,
         device: torch.device,
         options: Options = DEFAULTS,
+        shard: Tensor | None = None,
     ) -> None:
         """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
 
@@ -152,6 +152,11 @@ class FlatParameter(FlatGradient):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: a process group cannot be pickled."""
         raise _cannot_be_copied()
+
+    @property
+    def mean_divisors(self) -> tuple[float, float]:
+        """The divisors, before and after the reduction, that make the mean over all ranks."""
+        return self._placement.size, 1
 
     def _own_leaves(self) -> None:
         """Ask autograd for the original parameters' gradients."""
@@ -244,6 +249,7 @@ class FlatParameter(FlatGradient):
         differs = self.compute_dtype != self.dtype or self._options.offload.offload_params
         if differs and self._fp16_shard is None:
             self._fp16_shard = self._full.new_empty(self.numel())
+            empty(self._fp16_shard)
 
     def start_unshard(self, tag: int) -> PendingGather:
         """Allocate the full tensor and start the all-gather into it. Collective."""
@@ -268,18 +274,6 @@ class FlatParameter(FlatGradient):
         # emptying its storage frees the memory and keeps every view valid after refilling.
         empty(self._full)
         self._leave_full()
-
-    def start_exact_unshard(self, tag: int) -> PendingGather:
-        """Gather the parameters in their own dtype, beside those to compute with. Collective."""
-        shard = self.data.to(self.compute_device)
-        self._exact = shard.new_empty(self._layout.padded_numel)
-        self._leaves.point_at(self._exact)
-        return start_all_gather(self._exact, shard, self._group, tag)
-
-    def free_exact(self) -> None:
-        """Drop the parameters in their own dtype, and compute with the others again."""
-        self._exact = None
-        self._leaves.point_at(self._full)
 
     def take_back_data(self) -> None:
         """Copy the values of original parameters whose `.data` was set to another tensor.
@@ -311,6 +305,26 @@ class FlatParameter(FlatGradient):
         inner, outer, numel = self._layout.overlap(slot, self._group.rank)
         with torch.no_grad():
             self[outer : outer + numel].copy_(value.reshape(-1)[inner : inner + numel])
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of a model is a flat one, or shows a piece of one."""
+    return isinstance(parameter, FlatParameter) or shown_by(parameter) is not None
+
+
+def cut(
+    originals: Sequence[OriginalParameter],
+    layout: FlatLayout,
+    group_rank: int,
+    device: torch.device,
+) -> Tensor:
+    """Return this rank's shard of the parameters, `(shard_numel,)`, on ``device``. Local."""
+    shard = originals[0].parameter.detach().new_zeros(layout.shard_numel, device=device)
+    for slot, original in zip(layout.slots, originals, strict=True):
+        inner, outer, numel = layout.overlap(slot, group_rank)
+        piece = original.parameter.detach().reshape(-1)[inner : inner + numel]
+        shard[outer : outer + numel].copy_(piece)
+    return shard
 
 
 def flatten(

@@ -35,7 +35,7 @@ from fsdp_ref.errors import (
     SummonContextError,
 )
 from fsdp_ref.fingerprints import InitialWeights, take_fingerprints
-from fsdp_ref.flat_param import flatten
+from fsdp_ref.flat_param import flatten, is_sharded
 from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.initialize import broadcast_initial, materialize
 from fsdp_ref.naming import current_unit_name
@@ -77,8 +77,9 @@ class FullyShardedDataParallel(WeightAccess):
     Warning: Initialise before wrapping
         A deterministic initialisation of the parameters after wrapping, with one seed on all
         ranks, fills every shard with the same numbers: as many identical shards as there are
-        ranks, and a weight of low rank. Initialise before wrapping, or inside
-        `summon_full_params`. A run shows the damage:
+        ranks, and a weight of low rank. The first forward refuses them. Initialise before
+        wrapping, or inside `summon_full_params`; see [fsdp_ref.initialize][]. A run shows the
+        damage:
         [wrapping/initialise_after_sharding][initialise-after-sharding].
 
     Tip: Build the optimizer after wrapping
@@ -293,7 +294,8 @@ class FullyShardedDataParallel(WeightAccess):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradient of the whole model by its norm. Collective.
 
-        Each element counts once, in whatever unit and group it lies.
+        Each element counts once, in whatever unit and group it lies. Ignored parameters are
+        clipped too; where their gradients differ between ranks, the norm takes the mean.
 
         Args:
             max_norm: The largest norm that is left as it is.
@@ -305,7 +307,7 @@ class FullyShardedDataParallel(WeightAccess):
         Raises:
             RootOnlyError: If called on an inner unit.
             UnsynchronizedStepError: If gradients from inside `no_sync` are not reduced yet.
-            ValueError: If `norm_type` is not above 0.
+            ClippingError: If `norm_type` is not above 0, or `max_norm` is no limit.
 
         Tip: Clip with the model's own method
             `torch.nn.utils.clip_grad_norm_` sees one rank's shards. It computes another norm on
@@ -317,8 +319,11 @@ class FullyShardedDataParallel(WeightAccess):
         schedule = self._set_up()
         flat_params = [p for unit in schedule.units for p in unit.flat_params]
         refuse_unreduced(flat_params, "clip_grad_norm_()")
-        norm = total_norm(flat_params, float(norm_type), schedule.groups)
-        scale_gradients(flat_params, norm, max_norm)
+        for flat_param in flat_params:
+            flat_param.take_back_gradients(hide=False)
+        others = [p for p in self.parameters() if not is_sharded(p)]
+        norm = total_norm(flat_params, float(norm_type), schedule.groups, others)
+        scale_gradients(flat_params, norm, max_norm, others)
         return norm
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 
 from fsdp_ref.errors import OptimizerBeforeWrappingError, UnsynchronizedStepError
 from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.leaves import shown_by
 from fsdp_ref.originals import unit_that_owns
 from fsdp_ref.states import Phase
 from fsdp_ref.unit import Schedule, Unit
@@ -36,11 +37,21 @@ def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
+def _flat_params(optimizer: Optimizer) -> list[FlatParameter]:
+    """Return the flat parameters that an optimizer holds, or holds pieces of, each once."""
+    held = (p if isinstance(p, FlatParameter) else shown_by(p) for p in _parameters(optimizer))
+    return list({id(p): p for p in held if p is not None}.values())
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse to step an optimizer whose parameters have become views of sharded memory."""
-    flat_params = [p for p in _parameters(optimizer) if isinstance(p, FlatParameter)]
+    flat_params = _flat_params(optimizer)
     refuse_unreduced(flat_params, f"{type(optimizer).__name__}.step()")
-    lost = [name for p in _parameters(optimizer) if (name := unit_that_owns(p)) is not None]
+    for flat_param in flat_params:
+        if flat_param._options.use_orig_params:  # its pieces are to be updated, not the whole
+            _reshard_if_idle(flat_param)
+    owned = [p for p in _parameters(optimizer) if shown_by(p) is None]
+    lost = [name for p in owned if (name := unit_that_owns(p)) is not None]
     if lost:
         raise OptimizerBeforeWrappingError.at(
             f"{type(optimizer).__name__}.step()",
@@ -74,13 +85,19 @@ def refuse_unreduced(flat_params: Sequence[FlatParameter], where: str) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Drop gathered weights of every unit that the optimizer may have changed."""
     schedules: dict[Schedule, None] = {}  # a model has one, however many units it has
-    for parameter in _parameters(optimizer):
-        if isinstance(parameter, FlatParameter):
-            parameter._updates += 1
-            unit: Unit | None = parameter._unit()
-            if unit is not None and unit.phase is Phase.IDLE:
-                unit.reshard()
-                if unit.schedule is not None:
-                    schedules[unit.schedule] = None
+    for flat_param in _flat_params(optimizer):
+        flat_param._updates += 1
+        unit = _reshard_if_idle(flat_param)
+        if unit is not None and unit.schedule is not None:
+            schedules[unit.schedule] = None
     for schedule in schedules:
         schedule.weights_changed()
+
+
+def _reshard_if_idle(flat_param: FlatParameter) -> Unit | None:
+    """Drop the full parameters of a flat parameter's unit; return the unit if it was idle."""
+    unit: Unit | None = flat_param._unit()
+    if unit is None or unit.phase is not Phase.IDLE:
+        return None
+    unit.reshard()
+    return unit

@@ -48,10 +48,17 @@ class OriginalParameter:
     Attributes:
         parameter: The module's own parameter object.
         places: Triples of module, attribute name and full name; more than one if tied.
+        shape: The shape of the whole parameter, by default the one that it has now.
     """
 
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    shape: torch.Size = field(default_factory=torch.Size)
+
+    def __post_init__(self) -> None:
+        """Take the shape from the parameter while it is whole."""
+        if not is_lazy(self.parameter):
+            self.shape = self.shape or self.parameter.shape
 
     @property
     def name(self) -> str:

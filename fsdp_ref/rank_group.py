@@ -8,6 +8,7 @@ more. The live `ProcessGroup` is needed only when tensors move, so it may come l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -36,6 +37,14 @@ class RankGroup:
     rank: int
     process_group: ProcessGroup | None = None
     asked: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the live group behind when pickled; it belongs to this process."""
+        return {**self.__dict__, "process_group": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
+        """Share the live group with a copy."""
+        return RankGroup(self.ranks, self.rank, self.process_group, self.asked)
 
     @property
     def size(self) -> int:

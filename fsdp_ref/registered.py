@@ -26,21 +26,35 @@ class ShardedAway(torch.Tensor):
     """
 
     _name: str
-    # Metadata is read without asking; operations end in __torch_dispatch__. The value is torch's
-    # own way of saying so, though it declares a method here.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, name: str, parameter: nn.Parameter) -> Self:
-        """Stand in for ``parameter``, called ``name``."""
+    def __new__(cls, name: str, shape: torch.Size, like: Tensor) -> Self:
+        """Stand in for the parameter ``name``, with the dtype and device of ``like``."""
         self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            cls, shape, dtype=like.dtype, device=like.device
         )
         self._name = name
         return self
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, name: str, shape: torch.Size, like: Tensor) -> None:
         """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Read metadata without asking; operations end in `__torch_dispatch__`.
+
+        That it exists keeps fused modules off the path on which they bypass their parts.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAway:
+        """Stand for the same weight of a copied module, until that is set up."""
+        return ShardedAway(self._name, self.shape, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle what it says, as there is nothing else."""
+        return ShardedAway, (self._name, self.shape, torch.empty(0, dtype=self.dtype))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves out `func`
@@ -60,6 +74,32 @@ class ShardedAway(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument nobody gives
         """Say what it stands for."""
         return f"ShardedAway('{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class RefusePartialExport:
+    """Raises where the state dict of an inner module would silently lack its parameters."""
+
+    def __init__(self) -> None:
+        """Refuse until `allowed` is set."""
+        self.allowed = False
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Be the hook that torch calls before it collects a module's state dict."""
+        if not self.allowed:
+            raise NotGatheredError.at(
+                f"{type(module).__name__}.state_dict()",
+                expected="a module that registers its parameters",
+                found="one whose parameters a unit has sharded, so that they would be left out",
+                fix="Call state_dict() on the wrapped model, or open summon_full_params() first.",
+            )
+
+    def watch(self, module: nn.Module) -> None:
+        """Guard a module, in place of what guarded the module that it is a copy of."""
+        hooks = module._state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, RefusePartialExport)]:
+            del hooks[key]
+        # torch leaves the registration untyped
+        module.register_state_dict_pre_hook(self)  # type: ignore[no-untyped-call]
 
 
 class RegisteredNames:
@@ -93,26 +133,31 @@ class RegisteredNames:
         for module in self._managed:
             self._order[module] = list(module._parameters)
         self._stand_ins = {
-            original.parameter: ShardedAway(original.name, original.parameter)
+            original.parameter: ShardedAway(original.name, original.shape, original.parameter)
             for flat_param in flat_params
             for original in flat_param._originals
         }
+        self._export = RefusePartialExport()
         for module in self._managed:
-            refuse = self._refuse_partial_export
-            # torch leaves the registration untyped
-            module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-        self._shown = False
+            self._export.watch(module)
         self.hide()
 
-    def _refuse_partial_export(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Raise where the state dict of an inner module would silently lack its parameters."""
-        if not self._shown:
-            raise NotGatheredError.at(
-                f"{type(module).__name__}.state_dict()",
-                expected="a module that registers its parameters",
-                found="one whose parameters a unit has sharded, so that they would be left out",
-                fix="Call state_dict() on the wrapped model, or open summon_full_params() first.",
-            )
+    @property
+    def _shown(self) -> bool:
+        return self._export.allowed
+
+    @_shown.setter
+    def _shown(self, shown: bool) -> None:
+        self._export.allowed = shown
+
+    def orders(self) -> dict[str, list[str]]:
+        """Return the order in which each module registers its parameters, by its name."""
+        inside = {part: name for name, part in self._wrapper.named_modules()}
+        begins_with = "_fsdp_wrapped_module"
+        return {
+            inside[module].removeprefix(begins_with).removeprefix("."): order
+            for module, order in self._order.items()
+        }
 
     def set_gathered(self, gathered: bool) -> None:
         """Let the modules find their weights, or the stand-ins."""
@@ -224,5 +269,5 @@ class RegisteredNames:
     def follow_dtype_and_device(self) -> None:
         """Make new stand-ins after the parameters have changed their dtype or device."""
         for parameter, old in self._stand_ins.items():
-            self._stand_ins[parameter] = ShardedAway(old._name, parameter)
+            self._stand_ins[parameter] = ShardedAway(old._name, old.shape, parameter)
         self.set_gathered(False)

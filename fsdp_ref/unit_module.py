@@ -9,19 +9,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_ref import agreement, process_groups
+from fsdp_ref.copying import record_unit, restore_unit
 from fsdp_ref.errors import RootOnlyError
 from fsdp_ref.fingerprints import InitialWeights, compare_initial_weights
 from fsdp_ref.originals import Ignored, cast_buffers, restore_buffers
 from fsdp_ref.precision import Precision
 from fsdp_ref.schedule import RootSchedule
 from fsdp_ref.state_dict import clean_name
-from fsdp_ref.structure import describe_units
+from fsdp_ref.structure import count_models, describe_units
 from fsdp_ref.unit import Unit
 from fsdp_ref.wrapper import Wrapper
 
@@ -146,6 +148,27 @@ class UnitModule(Wrapper):
     def _compare(self, topic: str, mine: str) -> None:
         for group in self._unit.placement.groups:
             agreement.compare(topic, mine, group.ranks)
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what hangs on this process; see [fsdp_ref.copying][]."""
+        state = {**self.__dict__, "_record": record_unit(self._unit)}
+        for name in ("_unit", "_initial", "_schedule", "_outer"):
+            del state[name]
+        flat = {id(flat_param) for flat_param in self._unit.flat_params}
+        state["_parameters"] = {n: p for n, p in self._parameters.items() if id(p) not in flat}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Shard the copied module again, as it was."""
+        # torch leaves it untyped
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._unit = restore_unit(self, self.module, self.__dict__.pop("_record"))
+        self._initial = InitialWeights(self._unit, {})
+        self._number = count_models(self._unit.placement)
+        self._schedule, self._outer = None, None
+        self._adopt_inner_units()
 
     def extra_repr(self) -> str:
         """Show the unit's size and who shares it."""

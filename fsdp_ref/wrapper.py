@@ -7,11 +7,10 @@ module, so that code written for the plain model goes on working.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_ref.errors import CopyError
 from fsdp_ref.state_dict import clean_name
 
 
@@ -65,21 +64,3 @@ class Wrapper(nn.Module):
         """Index the wrapped module, for example a `Sequential`."""
         # whether it can be indexed is the wrapped module's business
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: the copy would lose the hooks that reduce its gradients."""
-        raise CopyError.at(
-            f"the unit around {type(self.module).__name__}",
-            expected="a model that is not sharded yet",
-            found="a copy of a sharded one",
-            fix="Copy before wrapping, or build a second model and load state_dict() into it.",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: process groups and hooks cannot be pickled."""
-        raise CopyError.at(
-            f"the unit around {type(self.module).__name__}",
-            expected="something that can be pickled",
-            found="a sharded model, which is bound to its ranks",
-            fix="Save state_dict() instead, and load it into a model built anew.",
-        )

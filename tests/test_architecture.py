@@ -49,6 +49,7 @@ ORDER = (
     "schedule",
     "backward",
     "structure",
+    "copying",
     "exact",
     "copies",
     "comm_hooks",

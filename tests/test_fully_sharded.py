@@ -1,14 +1,12 @@
 """The wrapper: fresh weights, documented attributes, and behaving like the module inside."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp_ref
 from fsdp_ref import FlatParameter
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from tests.parity.training import OPTIMIZERS
@@ -239,22 +237,6 @@ def like_the_module() -> None:
 
 def test_the_wrapper_answers_like_the_module_inside():
     run_ranks(2, like_the_module)
-
-
-def copies_and_pickles() -> None:
-    model = nested(seeded())
-    for refuse in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(fsdp_ref.errors.CopyError, match="unit") as caught:
-            refuse(model)
-        assert "state_dict()" in str(caught.value)
-    plain = seeded()
-    mean_square(plain(whole_batch())).backward()
-    mean_square(model(my_part(whole_batch()))).backward()
-    assert_equal_gradients(model, plain)
-
-
-def test_copying_and_pickling_are_refused_and_harm_nothing():
-    run_ranks(2, copies_and_pickles)
 
 
 def plain_copy_before_wrapping() -> None:
