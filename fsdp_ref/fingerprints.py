@@ -23,6 +23,7 @@ from torch import Tensor
 from fsdp_ref import agreement
 from fsdp_ref.agreement import name_ranks
 from fsdp_ref.errors import FSDPError, IdenticalShardsError, InitialWeightsDifferError
+from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.unit import Unit
@@ -83,12 +84,8 @@ class InitialWeights:
         """
         self.whole: dict[str, Tensor] = dict(whole)
         self.from_meta = frozenset(from_meta)
-        self.remember_shards(unit)
-
-    def remember_shards(self, unit: Unit) -> None:
-        """Take the shards as they are now for pieces of whole values."""
-        shards = unit.flat_params if unit.placement.size > 1 else []
-        self.shards = [(p.dtype, fingerprint(p.data)) for p in shards]
+        cut = unit.flat_params if unit.placement.size > 1 else []
+        self.shards = [_shard_of(flat_param) for flat_param in cut]
 
     def replaced(self, unit: Unit, names: Iterable[str]) -> None:
         """Forget parameters that were given whole values since; every rank does that alike. Local.
@@ -97,9 +94,16 @@ class InitialWeights:
             unit: The unit.
             names: The parameters, as the unit calls them.
         """
-        for name in names:
+        given = set(names)
+        for name in given:
             self.whole.pop(name, None)
-        self.remember_shards(unit)
+        for number, flat_param in enumerate(unit.flat_params[: len(self.shards)]):
+            if any(slot.name in given for slot in flat_param._layout.slots):
+                self.shards[number] = _shard_of(flat_param)
+
+
+def _shard_of(flat_param: FlatParameter) -> tuple[torch.dtype, Tensor]:
+    return flat_param.dtype, fingerprint(flat_param.data)
 
 
 @dataclass(frozen=True)

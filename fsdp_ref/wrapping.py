@@ -40,7 +40,9 @@ Weights may be set before wrapping, or inside
 [summon_full_params][fsdp_ref.FullyShardedDataParallel.summon_full_params]. In between, a loop
 over `model.parameters()` sees shards. With one seed on all ranks it writes the same numbers
 into each of them: as many identical shards as there are ranks, and a weight of low rank.
-Nothing raises, and the model trains, badly. [A run shows it][initialise-after-sharding].
+[A run shows it][initialise-after-sharding]. The first forward refuses such shards; torch's
+classes train with them, badly. All ways to equal and whole weights are in
+[fsdp_ref.initialize][].
 
 # What auto_wrap does with the remainder
 

@@ -123,8 +123,8 @@ def wrap_by_policy(model: nn.Module, **arguments: object) -> FSDP:
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), **arguments)
 
 
-def refused(model: FSDP, error_class: type[Exception], match: str) -> str:
-    with provokes(FSDP.forward, error_class, match=match) as caught:
+def refused(model: FSDP, match: str) -> str:
+    with provokes(FSDP.forward, errors.InitialWeightsDifferError, match=match) as caught:
         step(model)
     return caught.message
 
@@ -133,8 +133,8 @@ def different_seeds(strategy: str, group: object, odd: int) -> str:
     rank = dist.get_rank()
     model = build(seed=int(rank == odd))
     model = wrap_by_policy(model, sharding_strategy=strategy, process_group=group)
-    message = refused(model, errors.InitialWeightsDifferError, "FSDP206")
-    again = refused(model, errors.InitialWeightsDifferError, "FSDP206")
+    message = refused(model, "FSDP206")
+    again = refused(model, "FSDP206")
     assert again == message, "nothing is let through the second time"
     return message
 
@@ -162,7 +162,7 @@ def one_parameter_differs() -> str:
     if dist.get_rank() == 1:
         with torch.no_grad():
             model.layers[2].linear.bias[3] += 1e-7
-    return refused(wrap_by_policy(model), errors.InitialWeightsDifferError, "'linear.bias'")
+    return refused(wrap_by_policy(model), "'linear.bias'")
 
 
 def test_one_element_of_one_parameter_is_enough_and_is_named():
@@ -217,7 +217,7 @@ def experts_differ() -> None:
     model = build(seed=0)
     torch.manual_seed(int(dist.get_rank() == 3))
     model.layers[2] = FSDP(Layer(), process_group="set2")
-    message = refused(FSDP(model), errors.InitialWeightsDifferError, "unit 'layers.2'")
+    message = refused(FSDP(model), "unit 'layers.2'")
     assert "on rank 3 than on rank 2" in message
 
 
@@ -269,21 +269,21 @@ def load_on_one_rank() -> str:
     model = wrap_by_policy(build(seed=0))
     if dist.get_rank() == 0:
         load(model)
-    return refused(model, errors.InitialWeightsDifferError, "loaded or written since on rank 0 and")
+    return refused(model, "loaded or written since on rank 0 and")
 
 
 def load_a_part() -> str:
     model = wrap_by_policy(build(seed=dist.get_rank()))
     part = {n: v for n, v in build(seed=3).state_dict().items() if "linear.weight" not in n}
     model.load_state_dict(part, strict=False)
-    return refused(model, errors.InitialWeightsDifferError, "'linear.weight' with other values")
+    return refused(model, "'linear.weight' with other values")
 
 
 def summon_one_unit() -> str:
     model = wrap_by_policy(build(seed=dist.get_rank()))
     with model.summon_full_params(), torch.no_grad():
         model.head.weight.fill_(1.0)
-    return refused(model, errors.InitialWeightsDifferError, "unit 'layers.0'")
+    return refused(model, "unit 'layers.0'")
 
 
 def test_what_was_not_replaced_is_compared_all_the_same():
@@ -306,7 +306,11 @@ def draw_on_shards(write: Callable[[nn.Parameter], None]) -> list[str]:
     torch.manual_seed(5)
     for parameter in model.parameters():
         write(parameter)
-    message = refused(model, errors.IdenticalShardsError, "FSDP207")
+    with model.summon_full_params():
+        looked_at = {name: value.sum() for name, value in model.named_parameters()}
+    assert looked_at
+    with provokes(FSDP.forward, errors.IdenticalShardsError, match="FSDP207") as caught:
+        step(model)
     with model.summon_full_params(), torch.no_grad():
         torch.manual_seed(5)
         for parameter in model.parameters():
@@ -314,7 +318,7 @@ def draw_on_shards(write: Callable[[nn.Parameter], None]) -> list[str]:
     step(model).backward()
     units = [(part._unit, fingerprints.InitialWeights(part._unit, {})) for part in [model]]
     compare_initial_weights(units, model._unit.placement.groups)
-    return [message]
+    return [caught.message]
 
 
 @pytest.mark.parametrize("write", [in_place, by_data])
@@ -330,7 +334,7 @@ def draw_on_copies() -> str:
     torch.manual_seed(dist.get_rank())
     for parameter in model.parameters():
         in_place(parameter)
-    return refused(model, errors.InitialWeightsDifferError, "equal copies on ranks 0, 1")
+    return refused(model, "equal copies on ranks 0, 1")
 
 
 def test_copies_with_numbers_of_their_own_are_refused():

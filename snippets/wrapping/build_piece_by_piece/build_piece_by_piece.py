@@ -2,8 +2,9 @@
 
 Built whole, the model must fit into every rank's memory once, although each keeps only a part of
 it. Inside `enable_wrap` each layer is sharded as soon as it exists, before the next one is made,
-so the peak is the shards so far, one layer, and that layer's shard. The last four bytes are the
-one element that stands for all weights that are not in memory.
+so the peak is the shards so far, one layer, and that layer's shard. The few bytes beside them are
+fingerprints of the weights, which ranks compare before the first forward, and the one element
+that stands for all weights that are not in memory.
 
 Run on any machine, no GPU needed:
 
@@ -12,8 +13,8 @@ Run on any machine, no GPU needed:
 Expected output:
 
     bytes of the whole model: 2,105,344
-    built whole, then sharded: peak 2,172,164, kept 526,340
-    built piece by piece:      peak 790,532, kept 526,340
+    built whole, then sharded: peak 2,171,172, kept 526,724
+    built piece by piece:      peak 789,876, kept 526,724
 """
 
 # --8<-- [start:body]

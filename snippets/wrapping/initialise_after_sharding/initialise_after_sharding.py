@@ -2,8 +2,8 @@
 
 Random numbers drawn with one seed are the same on every rank. Before sharding that is what you
 want; after it, every rank fills its own shard with the same numbers, and the matrix is one block
-repeated four times. Inside `summon_full_params` every rank writes the whole matrix, so nothing
-repeats.
+repeated four times. The first forward notices. Inside `summon_full_params` every rank writes the
+whole matrix, so nothing repeats.
 
 Run on any machine, no GPU needed:
 
@@ -12,6 +12,7 @@ Run on any machine, no GPU needed:
 Expected output:
 
     initialised after sharding: 1,024 distinct values, matrix rank 16
+    the first forward raises FSDP207 IdenticalShardsError
     initialised inside summon_full_params: 4,096 distinct values, matrix rank 64
 """
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ref import FullyShardedDataParallel
+from fsdp_ref.errors import IdenticalShardsError
 
 
 @torch.no_grad()
@@ -47,6 +49,11 @@ sharded = FullyShardedDataParallel(nn.Linear(64, 64, bias=False).to(device))
 initialise(next(sharded.parameters()))  # this rank's shard, with the numbers of every other shard
 with sharded.summon_full_params():
     show("initialised after sharding", sharded.module.weight)
+try:
+    sharded(torch.ones(1, 64, device=device))
+except IdenticalShardsError as error:
+    if dist.get_rank() == 0:
+        print(f"the first forward raises {error.code} {type(error).__name__}")
 
 with sharded.summon_full_params():
     initialise(sharded.module.weight)  # the whole (64, 64) matrix, the same on every rank
