@@ -3,6 +3,7 @@
 Why: a unit's parameters are gathered together. One unit for the whole model therefore
 needs the whole model in memory; one unit per layer needs a few layers, and pays with
 more all-gathers, because inner units are gathered again for the backward.
+Two layers are in memory during the backward: the next one is gathered early.
 
 Run on any machine, no GPU needed:
 
@@ -11,7 +12,7 @@ Run on any machine, no GPU needed:
 Expected output:
 
     one unit          gathered at once 1536 of 1536 elements, all-gathers 1
-    a unit per layer  gathered at once 256 of 1536 elements, all-gathers 12
+    a unit per layer  gathered at once 512 of 1536 elements, all-gathers 12
 """
 
 # --8<-- [start:body]

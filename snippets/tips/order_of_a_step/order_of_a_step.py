@@ -5,6 +5,9 @@ than the root are gathered twice and reduced once, which is half as much again a
 DDP; the root is gathered once and costs as much as under DDP.
 The one small all-reduce lets the ranks agree on which parameters were used.
 
+The first word is where the unit itself is. A unit that is idle when its all-gather is
+issued is gathered ahead: the messages travel while the layer before it still computes.
+
 Run on any machine, no GPU needed:
 
     torchrun --standalone --nproc-per-node 2 order_of_a_step.py
@@ -19,17 +22,17 @@ Expected output:
     forward        all-gather 2
     forward        unshard 2
     idle           reshard 2
-    pre_backward   all-gather 2
+    idle           all-gather 2
     pre_backward   unshard 2
-    post_backward  reduce-scatter 2
+    idle           all-gather 1
     post_backward  reshard 2
-    pre_backward   all-gather 1
+    post_backward  reduce-scatter 2
     pre_backward   unshard 1
-    post_backward  reduce-scatter 1
     post_backward  reshard 1
+    post_backward  reduce-scatter 1
     pre_backward   all-reduce root
-    post_backward  reduce-scatter root
     post_backward  reshard root
+    post_backward  reduce-scatter root
     DDP sends 864 bytes, FSDP 1184, ratio 1.3704
     1 + 0.5 (1 - root share) = 1.3704
 """
