@@ -7,8 +7,11 @@ is reduced when, and how a backward ends), `schedule` (what stays in memory), an
 which people construct and call.
 """
 
+import importlib
+from typing import Any
+
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.fully_sharded import FullyShardedDataParallel
+from fsdp_ref.fully_sharded import FullyShardedDataParallel, register_fsdp_forward_method
 from fsdp_ref.inspection import explain, unit_tree
 from fsdp_ref.layout import FlatLayout, ParameterSlot
 from fsdp_ref.recording import Event, Wait
@@ -49,9 +52,27 @@ __all__ = [
     "explain",
     "lambda_auto_wrap_policy",
     "or_policy",
+    "register_fsdp_forward_method",
     "size_based_auto_wrap_policy",
     "timeline",
     "transformer_auto_wrap_policy",
     "unit_tree",
     "wrap",
 ]
+
+# Torch's own enums and dataclasses, which the constructor takes as they are. They are imported
+# when they are asked for, because torch.distributed.fsdp takes long to import.
+_TORCHS_OWN = {
+    "BackwardPrefetch": "torch.distributed.fsdp",
+    "CPUOffload": "torch.distributed.fsdp",
+    "MixedPrecision": "torch.distributed.fsdp",
+    "ShardedGradScaler": "torch.distributed.fsdp.sharded_grad_scaler",
+    "ShardingStrategy": "torch.distributed.fsdp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return one of torch's own classes, so that changing the package in an import is enough."""
+    if name in _TORCHS_OWN:
+        return getattr(importlib.import_module(_TORCHS_OWN[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
