@@ -112,7 +112,7 @@ with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
         results["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
 """,
     "hybrid by policy, static graph of units, state dict": """
-shard, replicate = dist.new_subgroups(1)[0], dist.group.WORLD
+shard, replicate = dist.group.WORLD, dist.new_subgroups(1)[0]
 model = FSDP(
     Net(), (shard, replicate), ShardingStrategy.HYBRID_SHARD,
     auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=200),
@@ -170,9 +170,14 @@ def test_a_program_for_torchs_class_computes_the_same_with_one_import_changed():
     for outcome in run_ranks(2, every_program, timeout=100):
         assert outcome.keys() == PROGRAMS.keys()
         for name, (theirs, ours) in outcome.items():
-            assert ours.pop("names", None) == theirs.pop("names", None), name
+            # Torch's class leaves the wrappers' names in between, except inside summon.
+            names = [n.replace("_fsdp_wrapped_module.", "") for n in theirs.pop("names", [])]
+            assert ours.pop("names", []) == names, name
             low = "mixed precision" in name
             torch.testing.assert_close(
-                ours, theirs, rtol=2e-2 if low else 1e-5, atol=2e-3 if low else 1e-6, msg=name
+                ours,
+                theirs,
+                rtol=2e-2 if low else 1e-5,
+                atol=2e-3 if low else 1e-6,
             )
             assert ours["losses"][-1] < ours["losses"][0]
