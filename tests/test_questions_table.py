@@ -22,12 +22,6 @@ REASONS = {
     "needs sharded state dicts",
     "needs optimizer state dicts",
     "needs checkpoint files",
-    # To go, one by one:
-    "waits for ignored modules",
-    "waits for keep_low_precision_grads",
-    "waits for sync_module_states",
-    "waits for the meta device",
-    "waits for use_orig_params",
 }
 PAGES = {
     *("guides/wrapping.md", "guides/initialisation.md", "guides/weights-in-and-out.md"),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import errors, timeline
 from tests.questions.claims import (
+    SGD,
     loss,
     on_ranks,
+    train,
 )
 from tests.toy import (
     WIDTH,
-    Stack,
     assert_equal_gradients,
+    assert_equal_weights,
     assert_near,
     mean_square,
     my_part,
@@ -118,14 +122,20 @@ def test_calls_without_arguments_or_with_keywords_only_work():
 
 # pytorch/pytorch#82070
 @on_ranks(2)
-def test_a_deep_copy_is_refused_with_the_remedy_and_the_remedy_works():
-    model = nested(seeded())
-    with pytest.raises(errors.CopyError, match="Copy before wrapping"):
-        copy.deepcopy(model)
-    second = nested(Stack().double())
-    second.load_state_dict(model.state_dict())
-    first = model.state_dict()
-    assert all(torch.equal(value, first[name]) for name, value in second.state_dict().items())
+def test_a_deep_copy_trains_on_its_own_and_can_average_weights():
+    plain, model = seeded(), nested(seeded())
+    loss(model).backward()
+    second, other = copy.deepcopy(model), copy.deepcopy(plain)
+    second.zero_grad()
+    train(SGD, other, second)
+    assert_equal_weights(second, other)
+    assert_equal_weights(model, plain)
+    averages = AveragedModel(plain), AveragedModel(model)
+    for _ in range(3):
+        train(SGD, plain, model, steps=1)
+        averages[0].update_parameters(plain)
+        averages[1].update_parameters(model)
+    assert_equal_weights(averages[1].module, averages[0].module)
 
 
 # pytorch/pytorch#111648
@@ -139,15 +149,19 @@ def test_no_name_shows_the_wrappers():
 
 # pytorch/pytorch#136929
 @on_ranks(2)
-def test_attributes_of_parameters_are_found_again_inside_summon():
-    model = seeded()
-    for name, parameter in model.named_parameters():
-        parameter.no_decay = name.endswith("bias")
-    model = nested(model)
-    loss(model).backward()
-    with model.summon_full_params():
-        found = {name: p.no_decay for name, p in model.named_parameters()}
-    assert found == {name: name.endswith("bias") for name, _ in seeded().named_parameters()}
+def test_attributes_of_parameters_are_found_inside_summon_or_on_the_original_parameters():
+    def spared(model: nn.Module) -> dict[str, bool]:
+        return {name: p.no_decay for name, p in model.named_parameters()}
+
+    for use_orig_params in (False, True):
+        plain = seeded()
+        for name, parameter in plain.named_parameters():
+            parameter.no_decay = name.endswith("bias")
+        expected = spared(plain)
+        model = FSDP(plain, use_orig_params=use_orig_params)
+        loss(model).backward()
+        with model.summon_full_params() if not use_orig_params else nullcontext():
+            assert spared(model) == expected
 
 
 def replace_head_weight(model: FSDP) -> None:

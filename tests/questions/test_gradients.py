@@ -236,4 +236,6 @@ def test_every_method_that_pages_docstrings_and_snippets_call_on_a_model_exists(
     files = [path for path in files if "_torch_" not in path.name]
     called = {name: path for path in files for name in CALLS.findall(path.read_text())}
     assert {"state_dict", "clip_grad_norm_", "no_sync"} <= set(called)
-    assert {name: path for name, path in called.items() if not hasattr(FSDP, name)} == {}
+    of_the_readers = {"encode"}  # an example of what register_fsdp_forward_method is for
+    missing = {name for name in called if not hasattr(FSDP, name)} - of_the_readers
+    assert {name: called[name] for name in missing} == {}

@@ -25,6 +25,7 @@ from tests.toy import (
     Layer,
     assert_equal_gradients,
     assert_equal_weights,
+    assert_near,
     seeded,
     whole_batch,
 )
@@ -125,13 +126,27 @@ def test_an_experts_gradient_has_to_be_divided_by_the_world_and_not_by_its_group
 
     model = FSDP(nn.Sequential(FSDP(experts[index], process_group="mod2")))
     mine = batch[6 * block :][:6][index::2]
-    (model(mine).square().mean(1).sum() / 3).backward()  # 3 tokens per rank
-    (flat_param,) = model.parameters()
 
     def ratio() -> float:
+        model.zero_grad()
+        (model(mine).square().mean(1).sum() / 3).backward()  # 3 tokens per rank
         found = torch.nn.utils.get_total_norm(list(full_gradients(model).values()))
         return (found / true).item()
 
     assert ratio() == pytest.approx(2.0, rel=1e-9)
-    flat_param.grad.mul_(flat_param._group.size / dist.get_world_size())
+    model[0].set_gradient_divide_factors(dist.get_world_size(), 1)
     assert ratio() == pytest.approx(1.0, rel=1e-9)
+
+
+# pytorch/pytorch#98281
+@on_ranks(2)
+def test_gradients_of_ignored_modules_are_the_users_to_average():
+    plain, inner = seeded(), seeded()
+    model = FSDP(inner, ignored_modules=[inner.head])
+    backward_beside(plain, model)
+    gradient = inner.head.weight.grad
+    every = [torch.empty_like(gradient) for _ in range(2)]
+    dist.all_gather(every, gradient)
+    assert not torch.allclose(*every)
+    dist.all_reduce(gradient)
+    assert_near(gradient / 2, plain.head.weight.grad, "averaged by hand")

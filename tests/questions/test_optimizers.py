@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,23 +53,38 @@ def test_adagrad_works_element_by_element_and_so_on_shards():
     assert_equal_weights(model, plain)
 
 
+def decay_of(name: str) -> float:
+    return 0.0 if name.endswith("bias") else 0.5
+
+
 # pytorch/pytorch#101343
 @on_ranks(2)
-def test_units_of_their_own_allow_other_weight_decay_for_some_parameters():
-    def groups(model: nn.Module) -> list[dict]:
+def test_weight_decay_may_depend_on_the_name_with_original_parameters_and_on_the_unit_without():
+    def steps(model: nn.Module, groups: list[dict]) -> None:
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model, whole=not isinstance(model, FSDP)).backward()
+            optimizer.step()
+
+    def by_name(model: nn.Module) -> list[dict]:
+        named = model.named_parameters()
+        return [{"params": [p], "weight_decay": decay_of(name)} for name, p in named]
+
+    def by_unit(model: nn.Module) -> list[dict]:
         spared = list(model.head.parameters())
         rest = [p for p in model.parameters() if all(p is not other for other in spared)]
-        return [{"params": rest}, {"params": spared, "weight_decay": 0.0}]
+        return [{"params": rest, "weight_decay": 0.5}, {"params": spared, "weight_decay": 0.0}]
 
+    plain, model = seeded(), FSDP(seeded(), use_orig_params=True)
+    for part in (plain, model):
+        steps(part, by_name(part))
+    assert_equal_weights(model, plain)
     plain, model = seeded(), seeded()
     model.head = FSDP(model.head)
     model = nested(model)
-    pair = [(m, torch.optim.AdamW(groups(m), lr=0.1, weight_decay=0.5)) for m in (plain, model)]
-    for _ in range(2):
-        for part, optimizer in pair:
-            optimizer.zero_grad()
-            loss(part, whole=part is plain).backward()
-            optimizer.step()
+    for part in (plain, model):
+        steps(part, by_unit(part))
     assert_equal_weights(model, plain)
 
 
@@ -142,17 +158,43 @@ def test_an_optimizer_that_needs_norms_differs_on_flat_shards_and_not_on_fully_s
 
 # huggingface/accelerate#2665
 @on_ranks(2)
-def test_an_optimizer_from_after_wrapping_lowers_the_loss_as_in_plain_pytorch():
-    plain, model = seeded(), nested(seeded())
-    losses = []
-    for part in (plain, model):
-        optimizer, values = torch.optim.AdamW(part.parameters(), lr=0.05), []
+def test_the_loss_falls_as_in_plain_pytorch_in_either_form_of_parameters():
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        values = []
         for _ in range(3):
             optimizer.zero_grad()
-            value = loss(part, whole=part is plain)
+            value = loss(model, whole=not isinstance(model, FSDP))
             value.backward()
             optimizer.step()
             values.append(mean_over_ranks(value))
-        losses.append(values)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert losses[1][2] < losses[1][0]
+        return values
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    plain, early = seeded(), seeded()
+    expected = losses(plain, sgd(plain))
+    assert expected[2] < expected[0]
+    for use_orig_params in (False, True):
+        model = FSDP(seeded(), use_orig_params=use_orig_params)
+        assert losses(model, sgd(model)) == pytest.approx(expected, rel=1e-9)
+    optimizer = sgd(early)  # before wrapping: the original parameters go on being trained
+    found = losses(FSDP(early, use_orig_params=True), optimizer)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+# pytorch/pytorch#136314
+@on_ranks(2)
+def test_original_parameters_are_pieces_that_together_hold_every_element():
+    plain = seeded()
+    model = FSDP(seeded(), use_orig_params=True)
+    assert [name for name, _ in model.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert {p.dim() for p in model.parameters()} == {1}
+    mine = torch.tensor([p.numel() for p in model.parameters()])
+    total, smallest = mine.clone(), mine.clone()
+    dist.all_reduce(total)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    assert total.tolist() == [p.numel() for p in plain.parameters()]
+    assert 0 in smallest

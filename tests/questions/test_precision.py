@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from tests.models import Scale
-from tests.parity.training import full_weights
+from tests.parity.training import full_weights, gathered
 from tests.questions.claims import (
     SGD,
     backward_beside,
@@ -191,6 +191,20 @@ def test_a_unit_may_hold_parameters_of_several_dtypes():
     weights = full_weights(model)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-6)
+
+
+# pytorch/pytorch#112746
+@on_ranks(2)
+def test_low_precision_gradients_are_shown_exactly_and_stay_what_they_are():
+    keep = MixedPrecision(param_dtype=LOW, keep_low_precision_grads=True)
+    model = FSDP(seeded().float(), mixed_precision=keep)
+    mean_square(model(my_part(whole_batch().float()))).backward()
+    (flat_param,) = model.parameters()
+    joined = gathered(flat_param, flat_param.grad)
+    with model.summon_full_params(with_grads=True):
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.equal(found, joined[: found.numel()].float())
+    assert (found.dtype, flat_param.grad.dtype) == (FULL, LOW)
 
 
 # ---------------------------------------------------------------- batch norm over all ranks

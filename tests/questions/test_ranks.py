@@ -98,11 +98,16 @@ def test_experts_chosen_per_rank_work_when_the_whole_block_is_one_unit():
     assert_equal_gradients(model, plain)
 
 
+def with_original_parameters(model: nn.Module) -> FSDP:
+    return FSDP(model, use_orig_params=True)
+
+
 # pytorch/pytorch#87308
 @on_ranks(2)
-def test_an_unused_parameter_inside_a_used_unit_decays_and_one_in_a_unit_of_its_own_does_not():
+def test_an_unused_parameter_decays_as_part_of_a_flat_parameter_and_not_otherwise():
     rate, decay = 0.1, 0.5
-    for wrap, factor in ((FSDP, 1 - rate * decay), (branch_units, 1.0)):
+    wraps = {FSDP: 1 - rate * decay, branch_units: 1.0, with_original_parameters: 1.0}
+    for wrap, factor in wraps.items():
         model = wrap(seeded(Branches))
         before = full_weights(model)["branches.1.weight"]
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
