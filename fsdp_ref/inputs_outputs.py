@@ -1,14 +1,15 @@
-"""The tensors that go into a unit and come out of it, in whatever containers."""
+"""The tensors that go into a unit and come out of it, in whatever containers and ways."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_ref.errors import OutputNotUnderstoodWarning
 
@@ -64,6 +65,35 @@ def tensors_in(output: Any) -> list[Tensor]:
             for part in fields(leaf):
                 found += tensors_in(getattr(leaf, part.name))
     return found
+
+
+class SideOutputs:
+    """Tensors that leave a unit as attributes of its modules, such as an auxiliary loss."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """Look at ``modules``, those of one unit."""
+        self._modules = list(modules)
+        self._seen: Any = WeakIdKeyDictionary()  # also those left over from earlier forwards
+
+    def new(self) -> list[Tensor]:
+        """Return the tensors with a gradient that were not there when this was asked before."""
+        found = []
+        for module in self._modules:
+            for name, value in vars(module).items():
+                for tensor in _tensors_of_attribute(name, value):
+                    if tensor.grad_fn is not None and tensor not in self._seen:
+                        self._seen[tensor] = True
+                        found.append(tensor)
+        return found
+
+
+def _tensors_of_attribute(name: str, value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple, dict)) and not name.startswith("_"):
+        parts = value.values() if isinstance(value, dict) else value
+        return [part for part in parts if isinstance(part, Tensor)]
+    return []
 
 
 def warn_of_output(output: Any, where: str) -> None:

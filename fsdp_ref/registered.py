@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from fsdp_ref.errors import NotGatheredError, SummonContextError
 from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.originals import own_modules
+
+WRAPPED = "_fsdp_wrapped_module"  # where a wrapper keeps the module inside
 
 
 class ShardedAway(torch.Tensor):
@@ -130,6 +133,7 @@ class RegisteredNames:
             for original in flat_param._originals:
                 for module, attribute, _ in original.places:
                     self._managed.setdefault(module, {})[attribute] = original.parameter
+        self.modules = [part for _, part in own_modules(wrapper.get_submodule(WRAPPED))]
         for module in self._managed:
             self._order[module] = list(module._parameters)
         self._stand_ins = {
@@ -153,9 +157,8 @@ class RegisteredNames:
     def orders(self) -> dict[str, list[str]]:
         """Return the order in which each module registers its parameters, by its name."""
         inside = {part: name for name, part in self._wrapper.named_modules()}
-        begins_with = "_fsdp_wrapped_module"
         return {
-            inside[module].removeprefix(begins_with).removeprefix("."): order
+            inside[module].removeprefix(WRAPPED).removeprefix("."): order
             for module, order in self._order.items()
         }
 

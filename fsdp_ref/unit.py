@@ -20,7 +20,7 @@ from fsdp_ref.errors import (
     WeightsChangedError,
 )
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.inputs_outputs import alias_inputs, tensors_in, warn_of_output
+from fsdp_ref.inputs_outputs import SideOutputs, alias_inputs, tensors_in, warn_of_output
 from fsdp_ref.options import Options, Prefetch
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.registered import RegisteredNames
@@ -109,6 +109,7 @@ class Unit(UnitState):
         self.schedule: Schedule | None = None
         self.calls: deque[Call] = deque(maxlen=_MOST_OPEN_CALLS)  # that backward may return to
         self.has_comm_hook = False
+        self._side_outputs = SideOutputs(registered.modules)
 
     def reduce_with(self, comm_hook: CommHook) -> None:
         """Let a hook reduce the gradients, which then come undivided."""
@@ -142,9 +143,10 @@ class Unit(UnitState):
         torch.clear_autocast_cache()  # it would go on using copies of the weights of now
         self.leave_forward()
         found = [] if call is None else tensors_in(output)
-        if call is not None and output is not None and not found:
+        beside = [] if call is None else self._side_outputs.new()
+        if call is not None and output is not None and not (found or beside):
             warn_of_output(output, self.where)
-        watched = [tensor for tensor in found if tensor.requires_grad]
+        watched = [tensor for tensor in (*found, *beside) if tensor.requires_grad]
         if watched and call is not None:
             call.end = next(_moments)
             self.calls.append(call)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import timeline
+from fsdp_ref import ModuleWrapPolicy, timeline
 from tests.models import part
 from tests.parity.training import full_gradients, gradients_of
 from tests.ranks import run_ranks
@@ -464,3 +464,59 @@ def only_some_ranks_use_an_output() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_leaves_a_unit_out_of_its_loss_contributes_zeros(world_size):
     run_ranks(world_size, only_some_ranks_use_an_output)
+
+
+class WithSideLoss(nn.Module):
+    """Leaves an auxiliary loss on itself, as routers of experts do, and one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.more: list[Tensor] = []
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        self.auxiliary = shares.mean(0).square().sum()
+        self.more.clear()
+        self.more.append(shares.var())
+        return x + self.linear(x)
+
+
+class SideLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([WithSideLoss() for _ in range(3)])
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def side_losses(model: nn.Module, y: Tensor) -> Tensor:
+    layers = [part for part in model.modules() if isinstance(part, WithSideLoss)]
+    return sum(layer.auxiliary + layer.more[0] for layer in layers) + 0 * y.sum()
+
+
+def losses_beside() -> None:
+    for arguments in ({}, {"use_orig_params": True}, {"sharding_strategy": "SHARD_GRAD_OP"}):
+        for policy in (None, ModuleWrapPolicy({WithSideLoss})):
+            plain = seeded(SideLosses)
+            model = FSDP(seeded(SideLosses), auto_wrap_policy=policy, **arguments)
+            for loss in (
+                lambda m, y: y.square().mean() + side_losses(m, y),
+                lambda m, y: side_losses(m, y.detach()),  # nothing leaves by the front door
+            ):
+                for one in (plain, model):
+                    one.zero_grad()
+                    loss(one, one(torch.ones(4, 5, dtype=torch.float64))).backward()
+                found = full_gradients(model)
+                for name, expected in gradients_of(plain).items():
+                    unused = expected is None and found[name] is not None  # a flat unit's zeros
+                    expected = torch.zeros_like(found[name]) if unused else expected
+                    torch.testing.assert_close(found[name], expected, msg=name)
+
+
+def test_losses_that_leave_a_unit_as_attributes_train_like_outputs():
+    run_ranks(2, losses_beside)

@@ -100,8 +100,7 @@ def units(model: nn.Module) -> list[tuple[str, FSDP]]:
 
 
 def flat_params(unit: FSDP) -> list[fsdp_ref.FlatParameter]:
-    own = unit.named_parameters(recurse=False)
-    return [p for name, p in own if name.startswith("_flat_param")]
+    return unit._unit.flat_params
 
 
 def gathered(flat_param: fsdp_ref.FlatParameter, shard: Tensor) -> Tensor:
@@ -119,8 +118,10 @@ def full_gradients(model: FSDP) -> Gradients:
         for flat_param in flat_params(unit):
             grad = flat_param.grad
             full = None if grad is None else gathered(flat_param, grad.detach())
-            for slot in flat_param._layout.slots:
-                piece = None if full is None else full[slot.offset : slot.stop].view(slot.shape)
+            original = flat_param._options.use_orig_params
+            for index, slot in enumerate(flat_param._layout.slots):
+                none = full is None or (original and index not in flat_param._given)
+                piece = None if none else full[slot.offset : slot.stop].view(slot.shape)
                 gradients[".".join(filter(None, (prefix, slot.name)))] = piece
     return gradients
 
