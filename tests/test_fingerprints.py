@@ -329,6 +329,22 @@ def test_the_same_numbers_in_all_shards_are_refused_until_whole_weights_are_writ
         assert "summon_full_params" in message
 
 
+def draw_with_options(arguments: dict[str, object]) -> None:
+    model = FSDP(nn.Linear(8, 8, bias=False), **arguments)
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        in_place(parameter)
+    with provokes(FSDP.forward, errors.IdenticalShardsError, match="of 'weight' on ranks 0, 1"):
+        model(torch.ones(1, 8))
+    model.load_state_dict(nn.Linear(8, 8, bias=False).state_dict())
+    model(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("arguments", [{"use_orig_params": True}, {"cpu_offload": True}])
+def test_shards_that_the_user_sees_otherwise_are_compared_too(arguments):
+    run_ranks(2, draw_with_options, arguments)
+
+
 def draw_on_copies() -> str:
     model = FSDP(build(seed=0), sharding_strategy="NO_SHARD")
     torch.manual_seed(dist.get_rank())

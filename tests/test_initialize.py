@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 
+from fsdp_ref import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    auto_wrap,
+    collectives,
+    errors,
+    initialize,
+    strategies,
+    timeline,
+)
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import ModuleWrapPolicy, collectives, errors, initialize, strategies, timeline
 from fsdp_ref.rank_group import RankGroup
 from tests.parity.training import full_weights
 from tests.provoked import provokes
@@ -252,16 +261,12 @@ def train_and_compare(model: FSDP, plain: nn.Module) -> None:
 
 def from_meta_as_the_plain_model() -> None:
     for wrap in (FSDP, per_layer):
-        torch.manual_seed(2)
-        model = wrap(on_meta(resettable))
-        plain = resettable()
-        start = model.state_dict()
-        plain.load_state_dict(start)
-        train_and_compare(model, plain)
-        torch.manual_seed(2)
-        pieces = wrap(on_meta(resettable), use_orig_params=True)
-        pieces(my_part(whole_batch()))
-        assert all(torch.equal(start[name], v) for name, v in pieces.state_dict().items())
+        for use_orig_params in (False, True):
+            torch.manual_seed(2)
+            model = wrap(on_meta(resettable), use_orig_params=use_orig_params)
+            plain = resettable()
+            plain.load_state_dict(model.state_dict())
+            train_and_compare(model, plain)
 
 
 def test_a_model_from_meta_trains_like_the_plain_model_with_its_weights():
@@ -473,6 +478,9 @@ def refused_by_the_constructor() -> None:
     assert model[0].weight.is_meta
     with provokes(FSDP, errors.OptionError, match="param_init_fn"):
         FSDP(model, param_init_fn="normal")
+    with provokes(auto_wrap, errors.NoValuesError, match="'table' of Silent"):
+        auto_wrap(model, ModuleWrapPolicy({Silent, nn.Linear}), wrapper_cls=FSDP)
+    assert type(model[0]) is nn.Linear
     with provokes(initialize.refuse_deferred, errors.NoValuesError, match="table"):
         initialize.refuse_deferred(model, None, where="here")
     with provokes(initialize.refuse_deferred, errors.OptionError, match="param_init_fn"):
@@ -488,6 +496,27 @@ def refused_by_the_constructor() -> None:
 
 def test_what_nothing_could_initialise_is_refused_before_anything_is_wrapped():
     run_ranks(2, refused_by_the_constructor)
+
+
+def initialised_as_its_policy_says() -> None:
+    def ones(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        nn.init.ones_(module.table)
+
+    def policy(module: nn.Module) -> bool | dict[str, object]:
+        return {"param_init_fn": ones} if isinstance(module, Silent) else False
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
+    model = FSDP(model, auto_wrap_policy=CustomPolicy(policy))
+    assert (model.state_dict()["1.table"] == 1).all()
+    left_alone = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
+    model = FSDP(left_alone, ignored_modules=[left_alone[1]])
+    assert left_alone[1].table.is_meta
+    assert not model.state_dict()["0.weight"].is_meta
+
+
+def test_a_policy_may_say_how_a_unit_is_initialised_and_what_is_ignored_stays_on_meta():
+    run_ranks(2, initialised_as_its_policy_says)
 
 
 def disagree_in_the_constructor() -> None:
