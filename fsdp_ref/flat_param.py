@@ -129,7 +129,7 @@ class FlatParameter(FlatGradient):
         self._orig_size = torch.Size([layout.total_numel])
         self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
         self._divisors, self._comm_hook = self.mean_divisors, None
-        self._updates, self._pieces_shown = 0, False
+        self._updates, self._pieces_shown = 0, options.use_orig_params
         self._reset_step_state()
         self._own_leaves()
         self.renew_memory(device)
@@ -240,9 +240,8 @@ class FlatParameter(FlatGradient):
 
     def prepare(self) -> None:
         """Fill in the attributes that exist from first use; take back or refuse stray writes."""
-        if self._options.use_orig_params:
-            self._leaves.take_back_pieces(self)
-        else:
+        self.take_back_edits()
+        if not self._options.use_orig_params:
             refuse_lost_writes(self.compute_dtype, self.compute_device)
         self._fp32_shard = self.data
         self._full_param_padded = self._full
@@ -264,7 +263,7 @@ class FlatParameter(FlatGradient):
 
     def finish_unshard(self) -> None:
         """The all-gather is complete: let the original parameters be views of its result."""
-        self._leaves.point_at(self._full)
+        self._leaves.point_at(self._full, to_compute=True)
         if self._fp16_shard is not None:
             empty(self._fp16_shard)
 
@@ -272,8 +271,18 @@ class FlatParameter(FlatGradient):
         """Drop the full parameters; tensors that autograd saved stay valid for the next time."""
         # Autograd saved views of this storage for backward, so the tensor must survive:
         # emptying its storage frees the memory and keeps every view valid after refilling.
+        self.take_back_edits()
         empty(self._full)
         self._leave_full()
+
+    def take_back_edits(self) -> None:
+        """With `use_orig_params`, copy edits of the parameters into the shard, if there are any.
+
+        Raises:
+            NotGatheredError: If the `.data` of a piece was set to a tensor of another size.
+        """
+        if self._options.use_orig_params:
+            self._leaves.take_back_edits(self)
 
     def take_back_data(self) -> None:
         """Copy the values of original parameters whose `.data` was set to another tensor.
@@ -292,9 +301,8 @@ class FlatParameter(FlatGradient):
     def generation(self) -> tuple[int, int]:
         """Changes whenever the shard may have changed: compare two to find stale weights."""
         # Fused optimizers write without touching the version counter; hence the second number.
-        versions = self._version
-        if self._options.use_orig_params:  # what writes to a piece knows only that parameter
-            versions += sum(leaf._version for _, leaf in self._leaves)
+        # What writes to an original parameter, whole or a piece, counts at that parameter only.
+        versions = self._version + sum(leaf._version for _, leaf in self._leaves)
         return versions, self._updates
 
     # Single parameters
@@ -303,6 +311,7 @@ class FlatParameter(FlatGradient):
         """Copy this rank's part of one original parameter from its full ``value``. Local."""
         slot = self._layout.slots[index]
         inner, outer, numel = self._layout.overlap(slot, self._group.rank)
+        self.take_back_edits()  # or an older one would come after this one
         with torch.no_grad():
             self[outer : outer + numel].copy_(value.reshape(-1)[inner : inner + numel])
 

@@ -180,7 +180,8 @@ class Unit(UnitState):
                 self.where,
                 expected="the weights that its forward used",
                 found="weights changed since, by an optimizer step, a load or an edit",
-                fix="Call backward() before changing weights, or run the forward again.",
+                fix="Call backward() before changing weights, or run the forward again. A forward "
+                "that edits its own weights, like an embedding with max_norm, cannot be sharded.",
             )
         call.awaited_inputs, call.done = call.marked_inputs, False
         if call not in self.calls:  # a second backward through a graph that was kept

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import ModuleWrapPolicy, timeline
+from fsdp_ref import ModuleWrapPolicy, errors, timeline
 from tests.models import part
 from tests.parity.training import full_gradients, gradients_of
 from tests.ranks import run_ranks
@@ -520,3 +520,26 @@ def losses_beside() -> None:
 
 def test_losses_that_leave_a_unit_as_attributes_train_like_outputs():
     run_ranks(2, losses_beside)
+
+
+class Renormalising(nn.Module):
+    """Its embedding shortens its own rows in the forward, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 5, max_norm=0.5), nn.Linear(5, 2)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def weights_edited_by_the_forward() -> None:
+    for arguments in ({}, {"use_orig_params": True}):
+        model = FSDP(seeded(Renormalising), **arguments)
+        loss = model(torch.arange(9)).square().mean()
+        with pytest.raises(errors.WeightsChangedError, match="max_norm"):
+            loss.backward()
+
+
+def test_a_forward_that_edits_its_own_weights_is_refused_instead_of_losing_the_edit():
+    run_ranks(2, weights_edited_by_the_forward)
