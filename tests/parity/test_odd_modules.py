@@ -98,7 +98,7 @@ def difference(build: Callable[[], nn.Module], policy: object, use_orig_params: 
     """Train three steps beside the plain model; compare outputs in evaluation."""
     plain = seeded(build)
     model = FSDP(seeded(build), auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     mine = part(x, dist.get_rank(), dist.get_world_size())
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
     for _ in range(3):
