@@ -56,7 +56,7 @@ def drop_exact(unit: Unit) -> None:
     for flat_param in unit.flat_params:
         flat_param._exact = None
         if unit.state is ShardState.UNSHARDED:
-            flat_param._leaves.point_at(flat_param.shown)
+            flat_param._leaves.point_at(flat_param.shown, to_compute=True)
         else:
             flat_param.free()
 

@@ -40,6 +40,7 @@ class FlatGradient(nn.Parameter):
         self._unsharded_grad: Tensor | None = None
         self._filled: set[int] = set()  # slots that already hold an unreduced gradient
         self._given: set[int] = set()  # slots of which any rank ever reduced a gradient
+        self._unreduced: dict[int, tuple[Tensor, int]] = {}  # what shows for it, and its version
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -139,6 +140,13 @@ class FlatGradient(nn.Parameter):
     def discard_gradient(self) -> None:
         """Forget everything of an unfinished backward."""
         self._reset_step_state()
+        if self._options.use_orig_params:
+            # They show no gradient since it began. If an older one came back now, a zero_grad()
+            # right after the exception would have had nothing to clear.
+            _TENSOR_GRAD.__set__(self, None)
+            for _, leaf in self._leaves:
+                leaf.grad = None
+            self._pieces_shown = True
 
     # Where others look for it
 
@@ -174,19 +182,21 @@ class FlatGradient(nn.Parameter):
             return
         shard: Tensor | None = _TENSOR_GRAD.__get__(self)
         for index, (_, leaf) in enumerate(self._leaves):
-            piece = self._leaves.piece(self.data, index)
-            if shard is not None and index in self._given:
-                set_gradient(leaf, self._leaves.piece(shard, index), _TENSOR_GRAD)
-            elif index in self._filled:
+            if index in self._filled:
+                numel = self._leaves.piece(self.data, index).numel()
                 unreduced = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-                set_gradient(leaf, unreduced.expand(piece.shape), _TENSOR_GRAD)
+                shown = unreduced.expand(numel)
+                set_gradient(leaf, shown, _TENSOR_GRAD)
+                self._unreduced[index] = shown, shown._version
+            elif shard is not None and index in self._given:
+                set_gradient(leaf, self._leaves.piece(shard, index), _TENSOR_GRAD)
         self._pieces_shown = True
 
     def take_back_gradients(self, *, hide: bool = True) -> None:
         """Follow what was done to the parameters' gradients since they were shown.
 
-        One that was set to `None`, by `zero_grad` for example, is forgotten. One that was
-        replaced is copied.
+        One that was set to `None` or to zeros, by `zero_grad` for example, is forgotten, also
+        what of it was not reduced yet. One that was replaced is copied.
 
         Args:
             hide: Also clear them, because autograd is about to accumulate into them.
@@ -194,26 +204,38 @@ class FlatGradient(nn.Parameter):
         if not self._pieces_shown:
             return
         for index, (_, leaf) in enumerate(self._leaves):
-            shard: Tensor | None = _TENSOR_GRAD.__get__(self)
             if leaf.grad is None:
-                if shard is not None and index in self._given:
-                    self._leaves.piece(shard, index).zero_()
-                self._given.discard(index)
-                self._filled.discard(index)
-            elif index in self._given or index not in self._filled:
-                self._take_back(index, leaf.grad)
+                self._forget(index)
+            elif not self._shows_unreduced(index, leaf.grad):
+                self._take_back(index, leaf)
             if hide:
                 leaf.grad = None
+        if hide:
+            self._unreduced.clear()
         if not self._given:
             _TENSOR_GRAD.__set__(self, None)
         self._pieces_shown = not hide
 
-    def _take_back(self, index: int, gradient: Tensor) -> None:
+    def _forget(self, index: int) -> None:
+        shard: Tensor | None = _TENSOR_GRAD.__get__(self)
+        if shard is not None and index in self._given:
+            self._leaves.piece(shard, index).zero_()
+        self._given.discard(index)
+        self._filled.discard(index)
+
+    def _shows_unreduced(self, index: int, gradient: Tensor) -> bool:
+        """Return whether a gradient is still the NaN that stands for one not reduced yet."""
+        shown, version = self._unreduced.get(index, (None, 0))
+        return gradient is shown and gradient._version == version
+
+    def _take_back(self, index: int, leaf: nn.Parameter) -> None:
         shard: Tensor | None = _TENSOR_GRAD.__get__(self)
         if shard is None:
-            shard = torch.zeros_like(self.data)
+            shard = torch.zeros_like(self.data, dtype=self.kept_gradient_dtype)
             set_gradient(self, shard, _TENSOR_GRAD)
-        piece = self._leaves.piece(shard, index)
-        if piece.numel() and gradient.data_ptr() != piece.data_ptr():
+        piece, gradient = self._leaves.piece(shard, index), leaf.grad
+        if gradient is not None and gradient.data_ptr() != piece.data_ptr():
             piece.copy_(gradient.reshape(-1))
+            set_gradient(leaf, piece, _TENSOR_GRAD)  # whoever changes one of the two changes both
+        self._filled.discard(index)
         self._given.add(index)

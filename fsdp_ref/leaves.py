@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_ref.errors import SummonContextError
+from fsdp_ref.errors import NotGatheredError, SummonContextError
 from fsdp_ref.layout import FlatLayout, ParameterSlot
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.storage import not_a_number
@@ -45,6 +45,8 @@ class Leaves:
         """
         self.originals = list(originals)
         self._layout, self._group_rank = layout, group_rank
+        self._whole: Tensor | None = None  # what they are views of while the unit can compute
+        self._noted: list[tuple[int, int]] = []  # memory and version of each, to find edits
 
     def __iter__(self) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
         """Yield each parameter with its place."""
@@ -89,12 +91,21 @@ class Leaves:
 
     # What they are views of
 
-    def point_at(self, full: Tensor) -> None:
-        """Let them be views of the full tensor."""
+    def point_at(self, full: Tensor, *, to_compute: bool = False) -> None:
+        """Let them be views of the full tensor.
+
+        Args:
+            full: The full tensor.
+            to_compute: Whether it is the one that the unit computes with; edits of others are
+                taken back by those who show them.
+        """
         for slot, leaf in self:
             # `.data`: a plain view would share the version counter, and refilling the full
             # tensor would then look to autograd like an edit of the weights that it saved.
             leaf.data = full.data[slot.offset : slot.stop].view(slot.shape)
+        self._noted, self._whole = [], full.data if to_compute else None
+        if to_compute:
+            self._note()
 
     def point_at_nothing(self, dtype: torch.dtype, device: torch.device) -> None:
         """Let them read as NaN, from one element, while they are sharded.
@@ -105,20 +116,61 @@ class Leaves:
         nothing = not_a_number(dtype, device)
         for slot, leaf in self:
             leaf.data = nothing.expand(slot.shape)
+        self._noted, self._whole = [], None
 
     def point_at_pieces(self, shard: Tensor) -> None:
         """Let each be this rank's piece of it, one-dimensional."""
         for index, (_, leaf) in enumerate(self):
             leaf.data = self.piece(shard.data, index)
+        self._whole = None
+        self._note()
+
+    def _note(self) -> None:
+        self._noted = [(leaf.data_ptr(), leaf._version) for _, leaf in self]
 
     # What was done to them
 
-    def take_back_pieces(self, shard: Tensor) -> None:
-        """Copy the pieces whose `.data` was set to another tensor into the shard."""
-        for index, (_, leaf) in enumerate(self):
+    def take_back_edits(self, shard: Tensor) -> None:
+        """Copy what was edited since, in place or by setting `.data`, into the shard.
+
+        Args:
+            shard: This rank's shard.
+
+        Raises:
+            NotGatheredError: If `.data` was set to a tensor of another size than the piece.
+        """
+        for index, noted in enumerate(self._noted):
+            slot, leaf = self._layout.slots[index], self.originals[index].parameter
+            if (leaf.data_ptr(), leaf._version) == noted:
+                continue
+            self._noted[index] = leaf.data_ptr(), leaf._version
+            if self._whole is not None and leaf.numel() == slot.numel:
+                self._take_back_whole(index, shard, self._whole)
+                continue
             piece = self.piece(shard.data, index)
-            if leaf.numel() == piece.numel() and leaf.data_ptr() != piece.data_ptr():
+            if leaf.numel() != piece.numel():
+                raise NotGatheredError.at(
+                    f"'{slot.name}'",
+                    expected=f"this rank's piece of it, of shape {tuple(piece.shape)}",
+                    found=f"data of shape {tuple(leaf.shape)}",
+                    fix="Set whole weights inside summon_full_params().",
+                )
+            if leaf.data_ptr() != piece.data_ptr():
                 piece.copy_(leaf.data.reshape(-1))
+                leaf.data = piece
+
+    def _take_back_whole(self, index: int, shard: Tensor, full: Tensor) -> None:
+        """Copy what was edited of one whole parameter into the shard, and into the full tensor."""
+        slot, leaf = self._layout.slots[index], self.originals[index].parameter
+        inner, _, numel = self._layout.overlap(slot, self._group_rank)
+        view, found = full[slot.offset : slot.stop], leaf.data.reshape(-1)
+        if found.data_ptr() != view.data_ptr():
+            view.copy_(found)
+        piece, mine = self.piece(shard.detach(), index), found[inner : inner + numel]
+        kept = mine == piece.to(mine)
+        if not bool(kept.all()):
+            with torch.no_grad():  # what was not edited keeps digits that `full` may not have
+                piece.copy_(torch.where(kept, piece.to(mine.device), mine))
 
     def take_back_data(self, full: Tensor) -> None:
         """Copy the values of parameters whose `.data` was set to another tensor.

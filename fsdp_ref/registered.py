@@ -240,6 +240,8 @@ class RegisteredNames:
         if not self._keeps_originals:
             yield
             return
+        for flat_param in self._flat.values():
+            flat_param.take_back_edits()
         self._keeps_originals = False
         self.hide()
         try:
