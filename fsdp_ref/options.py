@@ -27,6 +27,27 @@ names. Between steps each of them is this rank's piece of the weight, one-dimens
 empty. An optimizer then sees one parameter per weight: groups by name work, weights can be
 frozen one by one, a weight that no rank used keeps `None` as its gradient, and an optimizer
 from before wrapping goes on working.
+
+Tip: Choose prefetch by memory: the messages stay the same
+    Gathered ahead, weights travel while the layer before still computes. `BACKWARD_PRE` pays with
+    memory for one more unit during the backward, and `forward_prefetch` during the forward.
+    `BACKWARD_POST` and `None` do not. What is sent, and what comes out, is the same.
+
+    Proof: options/prefetch
+
+Tip: Offload where the state of the optimizer is the problem
+    With `cpu_offload=True` shards, gradients and the state of the optimizer never take memory on
+    the device. Full parameters do, one unit at a time, so offloading does not help a unit that is
+    too large.
+
+    Proof: options/offload_to_the_cpu
+
+Tip: Keep the original parameters if your optimizer tells weights apart
+    A rule such as "no decay for biases" finds nothing in a flat parameter, and a weight that no
+    rank used decays with the rest. With `use_orig_params=True` each has its name and its own
+    gradient, which stays `None` where no rank used the weight.
+
+    Proof: options/original_parameters
 """
 
 from __future__ import annotations
@@ -62,7 +83,13 @@ class Offload:
 
 
 class Prefetch(Enum):
-    """When the unit that the backward needs next is gathered."""
+    """When the unit that the backward needs next is gathered.
+
+    Attributes:
+        BACKWARD_PRE: Before the gradients of the unit at work are computed.
+        BACKWARD_POST: After them, before they are reduced.
+        NONE: When it is needed.
+    """
 
     BACKWARD_PRE = "before this unit's gradients are computed"
     BACKWARD_POST = "after they are computed, before they are reduced"

@@ -78,6 +78,13 @@ constructed while it is set.
 
 A gradient scaler has to see all shards, or one rank skips a step that the others take. Torch's
 `ShardedGradScaler` does; the plain `GradScaler` looks at one rank's shards only.
+
+Tip: Compute in a low dtype, and leave the optimizer its own
+    Weights are gathered, and the layer computes, in `param_dtype`; the shard, its gradient and the
+    state dict keep the dtype of the parameter. Say `reduce_dtype` as well if the sum over many
+    ranks should be exact: left out, gradients are reduced in the low dtype too.
+
+    Proof: precision/dtypes_of_a_step
 """
 
 from __future__ import annotations

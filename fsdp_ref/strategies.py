@@ -19,6 +19,13 @@ cost memory; their gradients are averaged by an all-reduce after the reduce-scat
 The hybrid strategies take a pair of groups, or a mesh of two dimensions. Left out, it is one
 host and, across hosts, the ranks of equal local rank. See
 [process groups][fsdp_ref.process_groups].
+
+Tip: Keep weights whole after a forward if they fit
+    `SHARD_GRAD_OP` sends what plain data parallelism sends, and cuts gradients and the state of
+    the optimizer all the same. It needs memory for the whole model between forward and backward.
+    `FULL_SHARD` needs it for two units, and pays with one more all-gather.
+
+    Proof: strategies/bytes_and_memory
 """
 
 from __future__ import annotations

@@ -207,6 +207,23 @@ def test_an_export_that_no_page_shows(tree):
     assert "auto_wrap is on no page" in told
 
 
+@pytest.mark.parametrize(
+    ("file", "method"),
+    [("fully_sharded.py", "def unshard"), ("weights.py", "def state_dict")],
+    ids=["its own", "inherited"],
+)
+def test_a_public_method_that_no_page_shows(tree, file, method):
+    def mutate():
+        option = r"inherited_members: true" if file == "weights.py" else r"      heading_level: 2\n"
+        instead = "inherited_members: false" if file == "weights.py" else "      members: false\n"
+        change(tree, "site/reference/fully-sharded.md", option, instead)
+
+    told = new_problems(docstring_form.check_public, tree, mutate)
+    name = method.removeprefix("def ")
+    assert f"FullyShardedDataParallel.{name} is on no page" in told
+    assert f"fsdp_ref/{file}:" in told
+
+
 def test_a_promised_error_that_no_test_provokes(tree):
     old = r"^    Raises:\n        GroupWordError"
     new = "    Raises:\n        KeyError: Never.\n        GroupWordError"

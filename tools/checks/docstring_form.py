@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import griffe
@@ -19,17 +20,44 @@ DIRECTIVE = re.compile(
     r"^::: (?P<path>[\w.]+)[ ]*$(?P<options>(?:\n[ ]{4,}.*|\n[ ]*$)*)", re.MULTILINE
 )
 NO_MEMBERS = re.compile(r"^\s+members: (?:false|\[\])\s*$", re.MULTILINE)
+INHERITED = re.compile(r"^\s+inherited_members: true\s*$", re.MULTILINE)
+ATTRIBUTES_ONLY = {"FlatParameter": "units call its methods; readers look at its attributes"}
+"""Exported classes of which pages need not show the methods, each with its reason."""
 
 
-def directives(root: Path) -> list[tuple[str, bool, str]]:
-    """Return what the pages show of the package: object, whether with members, `file:line`."""
+@dataclass(frozen=True)
+class Directive:
+    """One `:::` line of a page.
+
+    Attributes:
+        path: The object it shows.
+        whole: Whether its members are shown too.
+        inherited: Whether members of its bases are.
+        where: `file:line`.
+    """
+
+    path: str
+    whole: bool
+    inherited: bool
+    where: str
+
+    def objects(self, obj: griffe.Object) -> Iterator[griffe.Object]:
+        """Yield what the page shows of the object that the path means."""
+        yield from with_members(obj) if self.whole else [obj]
+        if self.whole and self.inherited:
+            yield from inherited(obj)
+
+
+def directives(root: Path) -> list[Directive]:
+    """Return what the pages show of the package."""
     found = []
     for page in pages(root):
         text = page.read_text(encoding="utf-8")
         for match in DIRECTIVE.finditer(text):
             line = text.count("\n", 0, match.start("path")) + 1
             whole = NO_MEMBERS.search(match["options"]) is None
-            found.append((match["path"], whole, f"{shown(page, root)}:{line}"))
+            bases = INHERITED.search(match["options"]) is not None
+            found.append(Directive(match["path"], whole, bases, f"{shown(page, root)}:{line}"))
     return found
 
 
@@ -47,11 +75,10 @@ def resolve(path: str, package: griffe.Module) -> griffe.Object | None:
 def shown_objects(root: Path, package: griffe.Module) -> list[griffe.Object]:
     """Return the public objects: those that a page shows, and those that the package exports."""
     found: dict[str, griffe.Object] = {}
-    for path, whole, _ in directives(root):
-        obj = resolve(path, package)
+    for directive in directives(root):
+        obj = resolve(directive.path, package)
         if obj is not None:
-            for member in with_members(obj) if whole else [obj]:
-                found[member.path] = member
+            found |= {member.path: member for member in directive.objects(obj)}
     for name in exported(package):  # one that no page shows yet is reported by check_public
         obj = resolve(f"fsdp_ref.{name}", package)
         if obj is not None:
@@ -73,23 +100,39 @@ def with_members(obj: griffe.Object) -> Iterator[griffe.Object]:
             yield from with_members(member)
 
 
+def inherited(obj: griffe.Object) -> Iterator[griffe.Object]:
+    """Yield the public members that a class has from bases in this package."""
+    if isinstance(obj, griffe.Class):
+        for name, member in obj.inherited_members.items():
+            target = member.final_target
+            if not name.startswith("_") and isinstance(target, griffe.Object):
+                yield target
+
+
 def check_public(root: Path) -> Result:
     """Check that every export is on a page, and every public object documented in full."""
     package = docstrings.load(root)
     public = shown_objects(root, package)
     on_pages: set[str] = set()
     problems = []
-    for path, whole, where in directives(root):
-        obj = resolve(path, package)
+    for directive in directives(root):
+        obj = resolve(directive.path, package)
         if obj is None:
-            problems.append(f"{where}: there is no {path} in the package")
+            problems.append(f"{directive.where}: there is no {directive.path} in the package")
             continue
-        on_pages |= {member.path for member in (with_members(obj) if whole else [obj])}
+        on_pages |= {member.path for member in directive.objects(obj)}
     for name in exported(package):
         obj = resolve(f"fsdp_ref.{name}", package)
         if obj is None or obj.path not in on_pages:
             path = obj.path if obj else f"fsdp_ref.{name}"
             problems.append(f"fsdp_ref/__init__.py:1: {name} is on no page; add `::: {path}`")
+        elif name not in ATTRIBUTES_ONLY:
+            problems += [
+                f"{docstrings.place(member, root)}: {name}.{member.name} is on no page; show it "
+                f"with {name}, or give it a name that begins with an underscore"
+                for member in (*with_members(obj), *inherited(obj))
+                if member.is_function and member.path not in on_pages
+            ]
     for obj in public:
         where = docstrings.place(obj, root)
         problems += [f"{where}: {obj.path}: {fault}" for fault in public_faults(obj)]
