@@ -181,12 +181,34 @@ class RegisteredNames:
             if inside:
                 for attribute in parameters:
                     module.__dict__.pop(attribute, None)
-                registered = {**module._parameters, **parameters}
-                module._parameters.clear()
-                module._parameters.update({name: registered[name] for name in self._order[module]})
+                self._register(module, parameters)
             else:
                 for attribute in parameters:
                     module._parameters.pop(attribute, None)
+
+    def _register(self, module: nn.Module, parameters: dict[str, Any]) -> None:
+        """Register parameters in the order of before wrapping; what was added since comes last."""
+        registered = {**module._parameters, **parameters}
+        first = {name: registered.pop(name) for name in self._order[module] if name in registered}
+        module._parameters.clear()
+        module._parameters.update({**first, **registered})
+
+    def refuse_replacements(self) -> None:
+        """Raise if a weight was replaced: the new one would be dropped, or used unsharded.
+
+        Raises:
+            NotGatheredError: If a module holds another object under a weight's name.
+        """
+        for module, parameters in () if self._shown else self._managed.items():
+            for attribute, parameter in parameters.items():
+                found = module._parameters.get(attribute, module.__dict__.get(attribute))
+                if found is not parameter and not isinstance(found, ShardedAway):
+                    raise NotGatheredError.at(
+                        f"'{self._stand_ins[parameter]._name}'",
+                        expected="the weight that was sharded",
+                        found="another object, assigned since",
+                        fix="Write into it inside summon_full_params(), or load a state dict.",
+                    )
 
     def hide(self) -> None:
         """Register the flat parameters, and let the modules find stand-ins."""
@@ -211,13 +233,13 @@ class RegisteredNames:
         for name in self._flat:
             self._wrapper._parameters.pop(name, None)
         for module, parameters in self._managed.items():
-            registered: dict[str, Any] = {**module._parameters, **parameters}
-            if stand_ins:
-                registered |= {name: self._stand_ins[p] for name, p in parameters.items()}
+            shown: dict[str, Any] = {
+                name: self._stand_ins[parameter] if stand_ins else parameter
+                for name, parameter in parameters.items()
+            }
             for attribute in parameters:
                 module.__dict__.pop(attribute, None)
-            module._parameters.clear()
-            module._parameters.update({name: registered[name] for name in self._order[module]})
+            self._register(module, shown)
 
     @contextmanager
     def names_shown(self) -> Iterator[None]:

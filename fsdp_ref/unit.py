@@ -129,6 +129,7 @@ class Unit(UnitState):
         self.enter(Phase.FORWARD)
         for flat_param in self.flat_params:
             flat_param.follow_requires_grad()
+        self.registered.refuse_replacements()
         self.unshard()
         self._schedule.gather_ahead_in_forward(self)
         self.registered.set_in_forward(True)

@@ -304,3 +304,22 @@ def not_modules():
 
 def test_what_is_no_module_or_has_no_values_is_refused():
     run_ranks(2, not_modules)
+
+
+def added_later() -> None:
+    for use_orig_params in (False, True):
+        model = FSDP(seeded(), use_orig_params=use_orig_params)
+        model(my_part(whole_batch()))
+        model.head.extra = nn.Parameter(torch.ones(2))
+        model(my_part(whole_batch()))
+        with model.summon_full_params():
+            assert [name for name, _ in model.head.named_parameters()] == [
+                "weight",
+                "bias",
+                "extra",
+            ]
+        assert torch.equal(model.state_dict()["head.extra"], torch.ones(2))
+
+
+def test_a_parameter_added_after_wrapping_stays():
+    run_ranks(2, added_later)

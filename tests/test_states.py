@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from fsdp_ref.errors import ShardStateError
+from fsdp_ref.options import Options
 from fsdp_ref.rank_group import Placement, RankGroup
 from fsdp_ref.registered import RegisteredNames
 from fsdp_ref.states import LEGAL_MOVES, NEXT_PHASES, Phase, ShardState
@@ -17,7 +18,9 @@ from tests.toy import mean_square, my_part, nested, seeded, whole_batch
 
 def unit_without_parameters() -> Unit:
     placement = Placement(RankGroup(ranks=(0,), rank=0))
-    return Unit("layers.0", [], placement, RegisteredNames(nn.Identity(), []))
+    wrapper = nn.Module()
+    wrapper._fsdp_wrapped_module = nn.Identity()
+    return Unit("layers.0", [], placement, RegisteredNames(wrapper, []), Options())
 
 
 def unit_in(state: ShardState) -> Unit:

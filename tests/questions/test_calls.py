@@ -170,7 +170,6 @@ def replace_head_weight(model: FSDP) -> None:
 
 
 # pytorch/pytorch#132721
-@pytest.mark.xfail(strict=True, reason="dropped, or used unsharded, without a word")
 @on_ranks(2)
 def test_a_weight_replaced_after_sharding_is_refused_by_name():
     for use_orig_params in (False, True):
