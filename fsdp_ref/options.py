@@ -1,6 +1,10 @@
-"""Arguments of a unit beside its ranks and dtypes: offload, prefetch, original parameters.
+"""How a unit's parameters are kept between uses, and when they are gathered.
 
-Each is accepted in torch's spelling, as a word in either case, or as a dict.
+By default a shard stays on the device, a unit is gathered when it is needed or a little before,
+and an optimizer sees one flat parameter. Three arguments of the constructor change that. They
+change memory, waiting and names; the numbers that training computes stay the same. Each is accepted
+in torch's spelling, as a word in either case, or as a dict, and a policy may return others for a
+single unit.
 
 # CPU offload
 
@@ -8,6 +12,13 @@ With `cpu_offload=CPUOffload(offload_params=True)` the shard lives on the CPU. I
 the device when it is gathered, and the gradient shard is copied back, so the optimizer runs on
 the CPU and its state never takes memory on the device. It costs two copies of a shard in each
 step. `{"offload_gradients": True}` moves the gradient alone.
+
+Tip: Offload where the state of the optimizer is the problem
+    With `cpu_offload=True` shards, gradients and the state of the optimizer never take memory on
+    the device. Full parameters still do, a unit or two at a time, so offloading does not help a
+    unit that is too large.
+
+    Proof: options/offload_to_the_cpu
 
 # Prefetch
 
@@ -20,6 +31,13 @@ forward before it; for models whose units always run in one order.
 `limit_all_gathers` is accepted and changes nothing: never more than one unit is gathered ahead,
 so there is nothing to limit.
 
+Tip: Choose prefetch by memory: the messages stay the same
+    Gathered ahead, weights travel while the layer before still computes. `BACKWARD_PRE` pays with
+    memory for one more unit during the backward, and `forward_prefetch` during the forward.
+    `BACKWARD_POST` and `None` do not. What is sent, and what comes out, is the same.
+
+    Proof: options/prefetch
+
 # The original parameters
 
 With `use_orig_params=True` the modules keep their own parameters registered, under their own
@@ -28,26 +46,18 @@ empty. An optimizer then sees one parameter per weight: groups by name work, wei
 frozen one by one, a weight that no rank used keeps `None` as its gradient, and an optimizer
 from before wrapping goes on working.
 
-Tip: Choose prefetch by memory: the messages stay the same
-    Gathered ahead, weights travel while the layer before still computes. `BACKWARD_PRE` pays with
-    memory for one more unit during the backward, and `forward_prefetch` during the forward.
-    `BACKWARD_POST` and `None` do not. What is sent, and what comes out, is the same.
-
-    Proof: options/prefetch
-
-Tip: Offload where the state of the optimizer is the problem
-    With `cpu_offload=True` shards, gradients and the state of the optimizer never take memory on
-    the device. Full parameters do, one unit at a time, so offloading does not help a unit that is
-    too large.
-
-    Proof: options/offload_to_the_cpu
-
 Tip: Keep the original parameters if your optimizer tells weights apart
     A rule such as "no decay for biases" finds nothing in a flat parameter, and a weight that no
     rank used decays with the rest. With `use_orig_params=True` each has its name and its own
     gradient, which stays `None` where no rank used the weight.
 
     Proof: options/original_parameters
+
+# Ignored modules and parameters
+
+`ignored_modules`, or `ignored_states`, name what a unit leaves alone: it stays whole, on every
+rank, and nobody averages its gradient. That is for weights that each rank trains for itself, or
+that something else synchronises.
 """
 
 from __future__ import annotations

@@ -72,6 +72,20 @@ def generated(root):
     return {path: content.decode() for path, content in output.files.items()}
 
 
+def test_a_tab_says_what_is_special_about_its_file(one_snippet):
+    folder = one_snippet / "snippets" / "fake" / "sum_ranks"
+    for suffix, note in (("", "Only here."), ("_torch_fsdp2", "Nothing\nlike it.")):
+        path = folder / f"sum_ranks{suffix}.py"
+        path.write_text(path.read_text().replace("Run on", f"{note}\n\nRun on", 1))
+    text = generated(one_snippet)["snippets/fake/sum_ranks.md"]
+    above, reference, fsdp1, fsdp2 = text.split("\n=== ")
+    assert above.count("Everyone ends with the same sum.") == 1
+    assert "same sum" not in reference + fsdp1 + fsdp2  # said once, above all tabs
+    assert "\n    Only here.\n\n    ```python" in reference
+    assert "Only here." not in above + fsdp1 + fsdp2
+    assert "\n    Nothing like it.\n" in fsdp2
+
+
 def test_tabs_have_one_order_and_include_the_code_by_path(one_snippet):
     text = generated(one_snippet)["snippets/fake/sum_ranks.md"]
     assert re.findall(r'^=== "(.*)"$', text, re.MULTILINE) == list(APIS)

@@ -8,6 +8,7 @@ only that file knows it as well.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 from collections.abc import Iterable
@@ -39,6 +40,7 @@ class Snippet:
     path: Path
     title: str
     why: str
+    notes: tuple[str, ...]
     command: str
     promise: tuple[str, ...]
     promise_line: int
@@ -174,10 +176,16 @@ def read(folder: Path, api: str) -> Snippet:
         path=path,
         title=prose[0],
         why=sentence(why[0].removeprefix("Why: ")) if why else "",
+        notes=tuple(before_the_command(prose)[1:]),
         command=command,
         promise=tuple(promise),
         promise_line=first_line + start,
     )
+
+
+def before_the_command(prose: list[str]) -> list[str]:
+    """Return the paragraphs after the title that explain, without command and promise."""
+    return [*itertools.takewhile(lambda part: not part.startswith("Run "), prose[1:])]
 
 
 def sentence(text: str) -> str:

@@ -90,7 +90,7 @@ def fragment(group: list[Snippet], root: Path, page: Path) -> str:
     """
     first = group[0]
     parts = [f"## {first.title.rstrip('.')} {{ #{anchor(first)} }}", first.why, agreement(group)]
-    parts += [tab(snippet, root, page) for snippet in group]
+    parts += [tab(snippet, root, page, beside=first.why) for snippet in group]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -108,12 +108,24 @@ def agreement(group: list[Snippet]) -> str:
     return f"{' and '.join(equal)} print the same; {' and '.join(different)} prints something else."
 
 
-def tab(snippet: Snippet, root: Path, page: Path) -> str:
-    """Write one tab: code by path, command, promised output, download."""
+def tab(snippet: Snippet, root: Path, page: Path, *, beside: str) -> str:
+    """Write one tab: what is special about it, code by path, command, promised output, download.
+
+    Args:
+        snippet: The file.
+        root: The repository.
+        page: The page that includes the fragment.
+        beside: What stands above all tabs, and is not repeated.
+
+    Returns:
+        Markdown.
+    """
     download = root / "site" / "generated" / "downloads" / snippet.page / snippet.path.name
     target = link_to(download, root, page)
     button = f'{{ download="{snippet.path.name}" .md-button }}'
+    own = [snippet.why, *snippet.notes] if snippet.why != beside else snippet.notes
     body = [
+        *(line for note in own for line in (note, "")),
         f'```python title="{snippet.path.name}"',
         f'--8<-- "{shown(snippet.path, root)}:body"',
         "```",

@@ -1,4 +1,4 @@
-"""Offload to the CPU: where shard, gradient and optimizer state live, moment by moment.
+"""Offload to the CPU: what lives where, moment by moment.
 
 Why: between uses a shard only takes up memory on the device. Offloaded, it lives on the
 CPU; so does its gradient, and so does the state of the optimizer, which is most of all

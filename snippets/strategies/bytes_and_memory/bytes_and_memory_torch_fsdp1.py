@@ -1,4 +1,4 @@
-"""Compare the sharding strategies: what a step sends, and what is in memory at once.
+"""Compare the strategies: what a step sends, and what memory holds.
 
 Why: strategies trade memory for messages. Each row is one training step of the same model of
 six layers, each a unit of its own. Gathered is the most elements of full parameters in memory
