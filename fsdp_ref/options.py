@@ -93,17 +93,14 @@ class Offload:
 
 
 class Prefetch(Enum):
-    """When the unit that the backward needs next is gathered.
+    """When the unit that the backward needs next is gathered."""
 
-    Attributes:
-        BACKWARD_PRE: Before the gradients of the unit at work are computed.
-        BACKWARD_POST: After them, before they are reduced.
-        NONE: When it is needed.
-    """
-
-    BACKWARD_PRE = "before this unit's gradients are computed"
-    BACKWARD_POST = "after they are computed, before they are reduced"
-    NONE = "when it is needed"
+    BACKWARD_PRE = "backward_pre"
+    """Before the gradients of the unit at work are computed."""
+    BACKWARD_POST = "backward_post"
+    """After they are computed, before they are reduced."""
+    NONE = "none"
+    """When it is needed."""
 
 
 @dataclass(frozen=True)
