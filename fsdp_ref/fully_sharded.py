@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -263,7 +262,8 @@ class FullyShardedDataParallel(WeightAccess):
     def __getattr__(self, name: str) -> Any:
         """Find what the wrapper lacks in the wrapped module; gather for registered methods."""
         if name in self.__dict__.get("_forward_methods", ()):
-            return partial(self._run, getattr(self.module, name))
+            method = getattr(self.module, name)
+            return lambda *args, **kwargs: self._run(method, args, kwargs)
         return super().__getattr__(name)
 
     @contextmanager
