@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -222,10 +223,11 @@ class Unit(UnitState):
         self.enter(Phase.POST_BACKWARD)
         self.reshard()
         self._schedule.gather_ahead(self, Prefetch.BACKWARD_POST)
-        reductions = []
+        reductions, what = [], f"{self.where}, reduce-scatter"
         for number, flat_param in enumerate(self.flat_params):
             if flat_param.requires_grad:
-                with explained(f"{self.where}, reduce-scatter", [self.group]):
+                # What a hook of the reader raises is no sign of a silent rank.
+                with nullcontext() if self.has_comm_hook else explained(what, [self.group]):
                     reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
                 dtype = flat_param.gradient_dtype
                 self.record_collective("reduce-scatter", flat_param, dtype)

@@ -296,3 +296,20 @@ def wrong_factors() -> None:
 
 def test_factors_that_are_not_above_zero_are_refused():
     run_ranks(2, wrong_factors)
+
+
+def broken_hook() -> None:
+    """What a hook raises comes out as it is, not as a rank that fell silent."""
+
+    def broken(state: Any, gradient: Tensor, shard: Tensor) -> None:
+        raise RuntimeError("the hook's own mistake")
+
+    model = nested(seeded())
+    model.register_comm_hook(None, broken)
+    with pytest.raises(RuntimeError, match="the hook's own mistake") as caught:
+        mean_square(model(my_part(whole_batch()))).backward()
+    assert not isinstance(caught.value, errors.SilentRanksError)
+
+
+def test_an_exception_of_a_hook_is_not_explained_away():
+    run_ranks(2, broken_hook)

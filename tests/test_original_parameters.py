@@ -431,7 +431,7 @@ def single_gradients() -> None:
     optimizer.step()
     assert_like(model, plain)
     assert_equal_weights(model, plain)
-    on_both(model, plain, handle_before_any := lambda one: one.zero_grad())
+    zero(model, plain, True)
     for one in (model, plain):  # gradients that no backward computed
         for parameter in one.parameters():
             parameter.grad = torch.full_like(parameter, 0.25)
@@ -440,7 +440,6 @@ def single_gradients() -> None:
     assert_equal_weights(model, plain)
     backward(model, plain)
     assert_like(model, plain)
-    assert handle_before_any is not None
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -456,17 +455,21 @@ def a_broken_backward() -> None:
     def explode(_: Tensor) -> None:
         raise KeyError("on purpose")
 
-    broken = model(my_part(whole_batch()))
-    broken.register_hook(lambda g: g)
     layer = model.layers[0].linear.weight
     hook = layer.register_hook(explode)
     with pytest.raises(KeyError, match="on purpose"):
         mean_square(model(my_part(whole_batch()))).backward()
     hook.remove()
-    model(my_part(whole_batch()))
-    zero(model, plain, True)
-    backward(model, plain)
-    assert_like(model, plain)
+    for forward_first in (True, False):
+        if forward_first:
+            model(my_part(whole_batch()))
+        zero(model, plain, True)
+        backward(model, plain)
+        assert_like(model, plain)
+        hook = layer.register_hook(explode)
+        with pytest.raises(KeyError, match="on purpose"):
+            mean_square(model(my_part(whole_batch()))).backward()
+        hook.remove()
 
 
 def test_after_a_broken_backward_zero_grad_starts_afresh():
@@ -693,6 +696,53 @@ def edits_before_a_backward_that_never_comes(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_edits_of_parameters_that_wait_for_a_backward_count(strategy):
     run_ranks(2, edits_before_a_backward_that_never_comes, strategy)
+
+
+def digits_of_a_waiting_weight() -> None:
+    """What a forward computes with in bfloat16 never rounds the weights that it was cut from."""
+    for arguments in ({}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}):
+        model = nested(seeded().float(), mixed_precision="bf16", **KEEP, **arguments)
+        before = {name: w.clone() for name, w in full_weights(model).items()}
+        model(my_part(whole_batch()).float())  # the root waits, in bfloat16
+        exported = model.state_dict()
+        assert all(torch.equal(exported[name], weight) for name, weight in before.items())
+        with torch.no_grad():
+            model.head.weight[0] = 0.5  # the others of this weight keep their digits
+        expected = before["head.weight"].clone()
+        expected[0] = 0.5
+        model.reshard()
+        found = full_weights(model)
+        assert torch.equal(found.pop("head.weight"), expected)
+        assert all(torch.equal(weight, before[name]) for name, weight in found.items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_edit_in_low_precision_rounds_nothing_else(world_size):
+    run_ranks(world_size, digits_of_a_waiting_weight)
+
+
+def wrong_size() -> None:
+    model = nested(seeded(), **KEEP)
+    model.head.weight.data = torch.zeros(2, 5, dtype=torch.float64)
+    with pytest.raises(errors.NotGatheredError, match=r"'head.weight'.*piece.*\(2, 5\)"):
+        model(my_part(whole_batch()))
+
+
+def test_data_of_another_size_than_the_piece_is_refused():
+    run_ranks(4, wrong_size)
+
+
+def gradients_before_any_backward() -> None:
+    model, plain = both()
+    for one in (model, plain):
+        for parameter in one.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+    backward(model, plain)
+    assert_like(model, plain)
+
+
+def test_gradients_set_before_the_first_backward_are_added_to():
+    run_ranks(2, gradients_before_any_backward)
 
 
 def in_and_out() -> None:
