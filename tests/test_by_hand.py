@@ -79,7 +79,10 @@ def test_recurse_says_whether_inner_units_are_gathered():
 
 def in_flight() -> None:
     plain, model = seeded(), nested(seeded())
-    unsharding = model.unshard(async_op=True)
+    with timeline() as recorded:
+        unsharding = model.unshard(async_op=True)
+    assert len(recorded.lines("all-gather")) == 4  # issued, and
+    assert recorded.lines("unshard") == []  # not waited for
     with pytest.raises(errors.NotGatheredError):
         model.head.weight.sum()  # not there yet
     unsharding.wait()
