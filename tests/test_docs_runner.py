@@ -142,6 +142,16 @@ def test_the_docstring_is_the_only_statement_of_command_and_promise(tmp_path):
     assert path.read_text().splitlines()[snippet.promise_line - 1] == "    the sum is 1"
 
 
+def test_ranks_without_a_seed_draw_different_numbers_as_in_fresh_processes(tmp_path, run_alone):
+    work = """
+        drawn = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(drawn, torch.rand(1))
+        value += float(drawn[0] == drawn[1])
+    """
+    write_snippet(tmp_path, work=work)
+    assert run_alone(tmp_path).printed[0] == "the sum is 1"
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 
-import torch  # noqa: F401  (loaded once, inherited by every rank)
+import torch  # loaded once, inherited by every rank
 
 
 def serve() -> None:
@@ -94,6 +94,7 @@ def run_rank(file: str, logs: str, limit: float) -> None:
     sys.modules["__main__"] = module
     sys.argv = [file]
     sys.path.insert(0, os.getcwd())
+    torch.seed()  # as in a fresh process: without a seed, ranks draw different numbers
     with open(file, encoding="utf-8") as source:
         code = compile(source.read(), file, "exec")
     try:

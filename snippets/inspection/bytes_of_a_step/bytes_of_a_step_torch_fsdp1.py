@@ -30,6 +30,7 @@ local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 rank = dist.get_rank()
 
+torch.manual_seed(0)  # the same weights on every rank
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
 model[1].requires_grad_(False)
 for index in range(3):

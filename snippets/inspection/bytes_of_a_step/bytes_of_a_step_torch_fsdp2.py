@@ -32,6 +32,7 @@ device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torc
 rank, world_size = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh(device.type, (world_size,))
 
+torch.manual_seed(0)  # the same weights on every rank
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
 model[1].requires_grad_(False)
 for index in range(3):

@@ -35,6 +35,7 @@ dist.init_process_group()
 local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)  # the same weights on every rank
 
 
 class Sum(nn.Module):
