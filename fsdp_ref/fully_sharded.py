@@ -4,8 +4,8 @@
 
 Wrapping turns a module into a *unit*. Between steps each rank keeps only its shard of the
 unit's parameters. A forward gathers the full parameters, computes, and drops them; the
-backward gathers them again, computes the gradients, sums them over the ranks so that each
-rank keeps the mean gradient of its own shard, and drops them once more. The optimizer then
+backward gathers them again, computes the gradients, drops them once more, and sums the gradients
+over the ranks so that each rank keeps the mean gradient of its own shard. The optimizer then
 updates shards. Other [strategies][fsdp_ref.strategies] keep the full parameters longer, or
 never cut them.
 
@@ -103,7 +103,7 @@ class FullyShardedDataParallel(WeightAccess):
         mixed_precision: In which dtypes to compute and to reduce: torch's `MixedPrecision` or a
             dict; see [fsdp_ref.precision][]. By default everything stays in its own dtype.
         ignored_modules: Modules that units leave alone, with everything inside: their parameters
-            stay as they are, on every rank for itself. Not inherited but passed on to inner units.
+            stay as they are, on every rank for itself. Units inside leave them alone too.
         param_init_fn: Gives values to a module that is on the meta device; by default its
             `reset_parameters` does. See [fsdp_ref.initialize][].
         device_id: Where parameters and buffers go; by default they stay on their device. On a

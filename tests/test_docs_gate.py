@@ -468,7 +468,7 @@ def test_a_heading_that_a_page_links_to(tree):
 
 @pytest.mark.slow
 def test_a_gradient_that_is_no_mean(tree):
-    change(tree, "fsdp_ref/flat_param.py", r"scale = 1\.0 / .*$", "scale = 1.0")
+    change(tree, "fsdp_ref/flat_gradient.py", r"scale = 1\.0 / .*$", "scale = 1.0")
     done = docs_test(tree, "who_averages_with_whom.py")
     assert done.returncode == 1
     assert "prints something else than it promises" in done.stdout
