@@ -201,7 +201,11 @@ def env(session: nox.Session) -> None:
 
 @shared()
 def tests(session: nox.Session) -> None:
-    """Run the tests; `-- -k WORDS` or `-- tests/test_layout.py` picks some."""
+    """Run the tests; `-- -k WORDS` or `-- tests/test_layout.py` picks some, `-- --full` adds more.
+
+    More is every combination of strategy, precision, offload, prefetch, form of the parameters,
+    model and number of ranks, with a line of progress for each group of them.
+    """
     run(
         session,
         *("-m", "pytest", *session.posargs),
