@@ -87,6 +87,7 @@ def record_unit(unit: Unit) -> UnitRecord:
     flat = []
     for flat_param in unit.flat_params:
         originals = flat_param._originals
+        flat_param.take_back_edits()
         flat.append(
             FlatRecord(
                 flat_param.detach(),

@@ -39,6 +39,7 @@ class FlatGradient(nn.Parameter):
         self._grad_in_progress: Tensor | None = None
         self._unsharded_grad: Tensor | None = None
         self._filled: set[int] = set()  # slots that already hold an unreduced gradient
+        self._shown_version = 0  # of the reduced gradient, when the last backward ended
         self._given: set[int] = set()  # slots of which any rank ever reduced a gradient
         self._unreduced: dict[int, tuple[Tensor, int]] = {}  # what shows for it, and its version
 
@@ -74,7 +75,8 @@ class FlatGradient(nn.Parameter):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any of its parameters got a gradient that is not reduced yet."""
+        """Whether any of its parameters has a gradient that is not reduced yet."""
+        self.take_back_gradients(hide=False)
         return bool(self._filled)
 
     def used(self) -> list[bool]:
@@ -178,9 +180,10 @@ class FlatGradient(nn.Parameter):
 
         A gradient that is not reduced yet shows as NaN; an optimizer step on it is refused.
         """
+        shard: Tensor | None = _TENSOR_GRAD.__get__(self)
+        self._shown_version = 0 if shard is None else shard._version
         if not self._options.use_orig_params or self._pieces_shown:
             return
-        shard: Tensor | None = _TENSOR_GRAD.__get__(self)
         for index, (_, leaf) in enumerate(self._leaves):
             if index in self._filled:
                 numel = self._leaves.piece(self.data, index).numel()
@@ -201,6 +204,8 @@ class FlatGradient(nn.Parameter):
         Args:
             hide: Also clear them, because autograd is about to accumulate into them.
         """
+        if not self._options.use_orig_params:
+            self._forget_beside_zeros()
         if not self._pieces_shown:
             return
         for index, (_, leaf) in enumerate(self._leaves):
@@ -215,6 +220,15 @@ class FlatGradient(nn.Parameter):
         if not self._given:
             _TENSOR_GRAD.__set__(self, None)
         self._pieces_shown = not hide
+
+    def _forget_beside_zeros(self) -> None:
+        """Forget what is not reduced yet if the reduced gradient beside it was set to zeros."""
+        shard: Tensor | None = _TENSOR_GRAD.__get__(self)
+        if shard is None or shard._version == self._shown_version:
+            return
+        self._shown_version = shard._version  # what arrives from now on is not meant
+        if self._filled and not bool(shard.any()):
+            self._unsharded_grad, self._filled = None, set()
 
     def _forget(self, index: int) -> None:
         shard: Tensor | None = _TENSOR_GRAD.__get__(self)

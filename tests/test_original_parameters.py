@@ -25,6 +25,7 @@ from tests.parity.training import full_weights
 from tests.ranks import run_ranks
 from tests.toy import (
     WRAPPINGS,
+    assert_equal_gradients,
     assert_equal_weights,
     assert_near,
     mean_square,
@@ -330,17 +331,27 @@ def zeroed(set_to_none: bool) -> None:
     assert_like(model, plain)
 
 
-def zeroed_after_no_sync(set_to_none: bool) -> None:
+def zeroed_after_no_sync(set_to_none: bool, use_orig_params: bool) -> None:
     """What `no_sync` accumulated is dropped as well, also beside a reduced gradient."""
     for reduced_before in (False, True):
-        model, plain = both()
+        model, plain = nested(seeded(), use_orig_params=use_orig_params), seeded()
         if reduced_before:
             backward(model, plain, 3.0)
         with model.no_sync():
             backward(model, plain, 5.0)
         zero(model, plain, set_to_none)
+        if use_orig_params or set_to_none or reduced_before:  # nothing unreduced is left
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            model.clip_grad_norm_(1.0)
         backward(model, plain)
-        assert_like(model, plain)
+        with model.summon_full_params(with_grads=True, writeback=False):
+            for name, parameter, reference in pairs(model, plain):
+                assert_near(parameter.grad, reference.grad, name)
+        backward(model, plain)
+        if use_orig_params:
+            assert_like(model, plain)
+        else:
+            assert_equal_gradients(model, plain)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -348,9 +359,10 @@ def test_zero_grad_drops_gradients_at_any_moment(set_to_none):
     run_ranks(2, zeroed, set_to_none)
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_what_no_sync_accumulated(set_to_none):
-    run_ranks(2, zeroed_after_no_sync, set_to_none)
+def test_zero_grad_drops_what_no_sync_accumulated(set_to_none, use_orig_params):
+    run_ranks(2, zeroed_after_no_sync, set_to_none, use_orig_params)
 
 
 def accumulated(quiet: tuple[bool, ...], strategy: str) -> None:
@@ -667,6 +679,8 @@ def edits_of_pieces() -> None:
     plain.load_state_dict(before)
     assert_equal_weights(model, plain)
     assert_near(model(whole_batch()), plain(whole_batch()), "after loading")
+    on_both(model, plain, replace)
+    assert_equal_weights(copy.deepcopy(model), plain)
     on_both(model, plain, replace)
     sgd(plain.named_parameters()).step()
     sgd(model.named_parameters()).step()
