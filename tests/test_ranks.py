@@ -150,6 +150,7 @@ def test_a_hang_inside_a_collective_shows_the_collective():
 
 
 def raises_while_another_sleeps() -> None:
+    dist.barrier()  # rank 1 has connected, or it would fail too when rank 0 goes away
     if dist.get_rank() == 0:
         raise KeyError("gave up")
     time.sleep(60)
