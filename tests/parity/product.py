@@ -27,6 +27,8 @@ from tests.models import (
     BATCH,
     CASES,
     Case,
+    ConvNet,
+    Residual,
     Scale,
     mean_square,
     numbers,
@@ -100,6 +102,21 @@ def routed(dtype: torch.dtype) -> Tensor:
     return batch
 
 
+class SmoothResidual(Residual):
+    """Without a kink, at which rounding would decide about a whole gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.convolution(x)))
+
+
+class SmoothConvNet(ConvNet):
+    """Convolutions and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(SmoothResidual(3), SmoothResidual(3))
+
+
 class UnusedBranches(nn.Module):
     """One branch is a unit that is never called; one parameter is never used inside the root."""
 
@@ -117,7 +134,7 @@ class UnusedBranches(nn.Module):
 MODELS: dict[str, Case] = {
     "mlp": Case(ShiftedMLP, numbers(4), mean_square, (nn.Linear, Scale)),
     "transformer": CASES["tied"],
-    "conv": CASES["conv"],
+    "conv": Case(SmoothConvNet, numbers(2, 5, 5), mean_square, (SmoothResidual,)),
     "experts": Case(MixtureOfExperts, routed, lambda y, x: mean_square(y, x[:, 1:]), (Experts,)),
     "unused": Case(UnusedBranches, numbers(4), mean_square, (nn.Linear,), unused="idle"),
 }
@@ -142,14 +159,14 @@ class Dtypes:
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# Sums over three ranks and more are added up in another order than torch's: in bf16 that shows,
-# and AdamW carries it on where gradients are small.
+# Three ranks and more are summed in another order than in torch: in bf16 that shows, and AdamW
+# makes it larger where gradients are small.
 PRECISIONS = {
     "double": Dtypes(torch.float64, None, 1e-11),
     "single": Dtypes(FP32, None, 2e-4),
-    "bf16": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16}, 6e-2),
+    "bf16": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16}, 2e-2),
     "bf16, reduced in fp32": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": FP32}, 1e-3),
-    "reduced in bf16": Dtypes(FP32, {"reduce_dtype": BF16}, 6e-2),
+    "reduced in bf16": Dtypes(FP32, {"reduce_dtype": BF16}, 2e-2),
     "buffers in bf16": Dtypes(FP32, {"buffer_dtype": BF16}, 2e-4),
 }
 OFFLOADS = {"off": None, "params": True, "gradients": {"offload_gradients": True}}
@@ -247,7 +264,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     # The default eps blows rounding up wherever the true gradient is zero, as that of a key's
     # bias in attention is. The tests for equal bits keep the default.
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-2, weight_decay=0.1),
     "adamw, default eps": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
 
