@@ -164,9 +164,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 PRECISIONS = {
     "double": Dtypes(torch.float64, None, 1e-11),
     "single": Dtypes(FP32, None, 2e-4),
-    "bf16": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16}, 2e-2),
+    "bf16": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16}, 4e-2),
     "bf16, reduced in fp32": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": FP32}, 1e-3),
-    "reduced in bf16": Dtypes(FP32, {"reduce_dtype": BF16}, 2e-2),
+    "reduced in bf16": Dtypes(FP32, {"reduce_dtype": BF16}, 4e-2),
     "buffers in bf16": Dtypes(FP32, {"buffer_dtype": BF16}, 2e-4),
 }
 OFFLOADS = {"off": None, "params": True, "gradients": {"offload_gradients": True}}
