@@ -69,7 +69,8 @@ def test_training_sharded_equals_the_references_for_all_choices(
     with capsys.disabled():
         number = 1 + WHOLE.index((world_size, model, precision))
         print(
-            f"\n[{number} of {len(WHOLE)}] {world_size} ranks, {model}, {summary(reports)}", end=" "
+            f"\n[{number} of {len(WHOLE)}] {world_size} rank(s), {model}, {summary(reports)}",
+            end=" ",
         )
     assert_all_right(reports, configs)
 
