@@ -15,66 +15,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp_ref.errors import LoadError, NotGatheredError
+from fsdp_ref.errors import LoadError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.layout import ParameterSlot
 from fsdp_ref.originals import OriginalParameter
+from fsdp_ref.stand_ins import LoadTarget
 from fsdp_ref.state_dict import refuse_unseen, registered_instead
 from fsdp_ref.unit import Unit
-
-
-class LoadTarget(torch.Tensor):
-    """Stands for a parameter during a load: has the full shape, notes what is copied to it."""
-
-    _name: str
-    _noted: Tensor | None = None
-    _is_param = True  # lets it pass for an nn.Parameter
-    # Metadata is read without asking; operations end in __torch_dispatch__. The value is torch's
-    # own way of saying so, though it declares a method here.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, name: str, shape: Sequence[int], like: Tensor) -> Self:
-        """Stand for the parameter ``name`` with the dtype and device of ``like``."""
-        self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            tuple(shape),
-            dtype=like.dtype,
-            device=like.device,
-            requires_grad=like.requires_grad,
-        )
-        self._name = name
-        return self
-
-    def __init__(self, name: str, shape: Sequence[int], like: Tensor) -> None:
-        """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch leaves out `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Note what is copied here; refuse everything else."""
-        target = args[0]
-        if func is torch.ops.aten.copy_.default and isinstance(target, cls):
-            target._noted = args[1]
-            return target
-        found = [leaf for leaf in (*args, *(kwargs or {}).values()) if isinstance(leaf, cls)]
-        raise NotGatheredError.at(
-            f"'{found[0]._name if found else 'a weight'}'",
-            expected="only copy_() during load_state_dict(), as only shards are in memory",
-            found=str(func),
-            fix="Change the value in the state dict instead, in a hook before loading.",
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument nobody gives
-        """Say what it stands for."""
-        return f"LoadTarget('{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class Loading:
@@ -108,7 +61,7 @@ class Loading:
         """
         refuse_unseen(unit, "load_state_dict()")
         targets = {
-            original: LoadTarget(slot.name, slot.shape, flat_param)
+            original: LoadTarget(slot.name, slot.shape, flat_param, flat_param.requires_grad)
             for flat_param in unit.flat_params
             for slot, original in _slots(flat_param)
         }

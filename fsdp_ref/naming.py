@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute in which a wrapper keeps the module inside, as torch's wrapper calls it too."""
+
 _unit_name: ContextVar[str | None] = ContextVar("fsdp_ref_unit_name", default=None)
 
 

@@ -9,74 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_ref.errors import NotGatheredError, SummonContextError
 from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.naming import WRAPPED
 from fsdp_ref.originals import own_modules
-
-WRAPPED = "_fsdp_wrapped_module"  # where a wrapper keeps the module inside
-
-
-class ShardedAway(torch.Tensor):
-    """Stands for a weight that is not in memory: it has a shape and a dtype, and no data.
-
-    Without it, writing to the weight would write through an empty storage and crash the
-    process.
-    """
-
-    _name: str
-
-    @staticmethod
-    def __new__(cls, name: str, shape: torch.Size, like: Tensor) -> Self:
-        """Stand in for the parameter ``name``, with the dtype and device of ``like``."""
-        self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
-        )
-        self._name = name
-        return self
-
-    def __init__(self, name: str, shape: torch.Size, like: Tensor) -> None:
-        """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Read metadata without asking; operations end in `__torch_dispatch__`.
-
-        That it exists keeps fused modules off the path on which they bypass their parts.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAway:
-        """Stand for the same weight of a copied module, until that is set up."""
-        return ShardedAway(self._name, self.shape, self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle what it says, as there is nothing else."""
-        return ShardedAway, (self._name, self.shape, torch.empty(0, dtype=self.dtype))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch leaves out `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        """Refuse every operation."""
-        found = [leaf for leaf in (*args, *(kwargs or {}).values()) if isinstance(leaf, cls)]
-        name = found[0]._name if found else "a weight"
-        raise NotGatheredError.at(
-            f"'{name}'",
-            expected="weights in memory",
-            found=f"{func} outside of its unit's forward, when only shards are in memory",
-            fix="Call the module that was wrapped instead of using its weight; let the module "
-            "that uses it belong to the same unit; or open summon_full_params() around it.",
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument nobody gives
-        """Say what it stands for."""
-        return f"ShardedAway('{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+from fsdp_ref.stand_ins import ShardedAway
 
 
 class RefusePartialExport:

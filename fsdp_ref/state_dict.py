@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from fsdp_ref.errors import SummonContextError
 from fsdp_ref.exact import exact_values
 from fsdp_ref.flat_param import FlatParameter
+from fsdp_ref.naming import WRAPPED
 from fsdp_ref.originals import OriginalParameter
 from fsdp_ref.unit import Unit
-
-WRAPPED = "_fsdp_wrapped_module."
-"""What wrapping inserts into names; the name of the attribute that holds the module."""
 
 
 def clean_name(name: str) -> str:
@@ -33,7 +31,7 @@ def clean_name(name: str) -> str:
         >>> clean_name("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight")
         'layers.0.weight'
     """
-    return name.replace(WRAPPED, "")
+    return name.replace(f"{WRAPPED}.", "")
 
 
 @contextmanager
@@ -104,7 +102,7 @@ def registered_instead(unit: Unit, tensors: Mapping[OriginalParameter, Tensor]) 
         before = [register.get(attribute) for register, attribute, _ in places]
         try:
             for register, attribute, tensor in places:
-                register[attribute] = tensor  # type: ignore[assignment]  # for a while
+                register[attribute] = tensor  # type: ignore[assignment]  # no nn.Parameter, for a while
             yield
         finally:
             for (register, attribute, _), parameter in zip(places, before, strict=True):

@@ -14,12 +14,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdp_ref.errors import LoadError, SummonContextError
 from fsdp_ref.full_params import full_parameters
 from fsdp_ref.loading import Loading, Walk
+from fsdp_ref.naming import WRAPPED
 from fsdp_ref.state_dict import full_copies_registered, restore_dtypes
 from fsdp_ref.unit_module import UnitModule
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_WRAPPED = "_fsdp_wrapped_module"
 
 
 class _method_or_static(Generic[P, T]):
@@ -287,12 +287,12 @@ class WeightAccess(UnitModule):
     def _hide_from_torchs_walk(self) -> None:
         """Keep torch from loading the wrapped module again, under keys that show the wrapper."""
         if _show_again not in self._load_state_dict_post_hooks.values():
-            # torch leaves the registration untyped
+            # torch leaves the registration untyped, and annotates the hooks as a plain dict
             hook = self.register_load_state_dict_post_hook(_show_again)  # type: ignore[no-untyped-call]
             hooks: OrderedDict[int, Any] = self._load_state_dict_post_hooks  # type: ignore[assignment]
             hooks.move_to_end(hook.id, last=False)
         # Nothing but torch's loop over children runs before the hook.
-        self.__dict__["_hidden"], self._modules[_WRAPPED] = self.module, None
+        self.__dict__["_hidden"], self._modules[WRAPPED] = self.module, None
 
     # Behaving like the module inside
 
@@ -325,4 +325,4 @@ class WeightAccess(UnitModule):
 
 def _show_again(part: WeightAccess, _: Any) -> None:
     """What torch calls when it believes to have been through the wrapped module."""
-    part._modules[_WRAPPED] = part.__dict__.pop("_hidden")
+    part._modules[WRAPPED] = part.__dict__.pop("_hidden")

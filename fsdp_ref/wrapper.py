@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_ref.naming import WRAPPED
 from fsdp_ref.state_dict import clean_name
 
 
@@ -56,7 +57,7 @@ class Wrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_fsdp_wrapped_module":
+            if name == WRAPPED:
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 

@@ -57,6 +57,7 @@ ORDER = (
     "unit_state",
     "inputs_outputs",
     "registered",
+    "stand_ins",
     "flat_param",
     "flat_gradient",
     "leaves",

@@ -1,6 +1,7 @@
 """Models from the meta device: every module is initialised once, and nothing is left unset."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,9 +39,9 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 3), Block(), nn.BatchNorm1d(3), Block(), nn.Linear(3, 2))
 
 
-def on_meta(builder: object = build) -> nn.Module:
+def on_meta(builder: Callable[[], nn.Module] = build) -> nn.Module:
     with torch.device("meta"):
-        return builder()  # type: ignore[operator]
+        return builder()
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
@@ -317,12 +318,12 @@ def test_what_a_param_init_fn_leaves_on_meta_is_named():
 def test_a_param_init_fn_that_cannot_be_called_is_refused():
     for given in ("normal", 3):
         with provokes(materialize, errors.OptionError, match="param_init_fn"):
-            materialize(on_meta(), given, where="unit 'model'")  # type: ignore[arg-type]
+            materialize(on_meta(), given, where="unit 'model'")
     unit = deferred.DeferredUnit(on_meta(), "unit 'model'")
     with provokes(deferred.DeferredUnit.materialize, errors.OptionError, match="'x'"):
-        unit.materialize("x", CPU)  # type: ignore[arg-type]
+        unit.materialize("x", CPU)
     with provokes(deferred.DeferredUnit.refuse, errors.OptionError, match="'x'"):
-        unit.refuse("x", [])  # type: ignore[arg-type]
+        unit.refuse("x", [])
 
 
 class Half(nn.Linear):

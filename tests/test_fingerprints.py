@@ -62,7 +62,7 @@ def state(
     whole: object, shard: int = 0, *, written: bool = False, varied: bool = False, **groups: object
 ) -> FlatState:
     members = groups.get("groups", [[0, 1, 2]])
-    return FlatState("unit 'x'", {"w": whole}, [shard, shard], written, varied, members)  # type: ignore[arg-type]
+    return FlatState("unit 'x'", {"w": whole}, [shard, shard], written, varied, members)
 
 
 def verdicts(*states: FlatState) -> list[str]:
@@ -87,7 +87,7 @@ def test_the_minority_is_named_and_where_it_differs():
 
 def test_equal_shards_are_refused_only_if_they_were_written_and_vary():
     def three(**how: object) -> list[str]:
-        return verdicts(*(state([[1, 1], False], 7, **how) for _ in range(3)))  # type: ignore[arg-type]
+        return verdicts(*(state([[1, 1], False], 7, **how) for _ in range(3)))
 
     assert three() == []
     assert three(written=True) == []  # constant, or very small

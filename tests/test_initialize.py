@@ -107,7 +107,10 @@ def send_to_ranks_on_meta() -> None:
     calls: list[nn.Module] = []
     torch.manual_seed(3)
     first = dist.get_rank() == 0
-    build = lambda: nn.Sequential(Block(), Silent())  # noqa: E731
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(Block(), Silent())
+
     model = build() if first else on_meta(build)
     if first:
         nn.init.ones_(model[1].table)
@@ -469,7 +472,9 @@ def test_a_world_of_which_half_is_on_meta_is_refused_on_every_rank():
 
 
 def refused_by_the_constructor() -> None:
-    build = lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(Silent()))  # noqa: E731
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.Sequential(Silent()))
+
     policy = ModuleWrapPolicy({nn.Linear})
     model = on_meta(build)
     with provokes(FSDP, errors.NoValuesError, match=r"'1\.0\.table' of Silent"):
@@ -484,7 +489,7 @@ def refused_by_the_constructor() -> None:
     with provokes(initialize.refuse_deferred, errors.NoValuesError, match="table"):
         initialize.refuse_deferred(model, None, where="here")
     with provokes(initialize.refuse_deferred, errors.OptionError, match="param_init_fn"):
-        initialize.refuse_deferred(model, 3, where="here")  # type: ignore[arg-type]
+        initialize.refuse_deferred(model, 3, where="here")
     tied = on_meta(lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)))
     tied[1].weight = tied[0].weight
     tied[0] = FSDP(tied[0])

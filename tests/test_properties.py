@@ -5,6 +5,7 @@ Hypothesis draws trees as data (`Tree`), so that a failure prints one that can b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +50,15 @@ class Tree:
     children: tuple[Tree, ...] = ()
 
 
-class Leaf(nn.Module):
+class Leaf(nn.Module, ABC):
     """Casts its input to its own dtype, and its output back, so that dtypes can mix."""
 
     def forward(self, x: Tensor) -> Tensor:
         own = next((p.dtype for p in self.parameters()), x.dtype)
         return self.compute(x.to(own)).to(x.dtype)
 
-    def compute(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def compute(self, x: Tensor) -> Tensor: ...
 
 
 class Mixing(Leaf):
