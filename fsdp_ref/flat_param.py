@@ -84,15 +84,16 @@ class FlatParameter(FlatGradient):
             construction.
         _fp32_shard: This rank's shard in full precision, the memory that the optimizer
             updates. `None` before first use.
-        _fp16_shard: This rank's shard in the compute dtype (fp16 or bf16) when that differs from
-            the parameter's; its storage is empty except while it is being gathered. `None` in
-            full precision, and before first use.
+        _fp16_shard: This rank's shard in the compute dtype, where it is sent from, when that dtype
+            (fp16 or bf16) differs from the parameter's or the shard is offloaded; its storage is
+            empty except while it is being gathered. `None` otherwise, and before first use.
         _full_param_padded: The unsharded, padded parameter, `(padded_numel,)`; its storage is
             empty except while the unit is unsharded. `None` before first use.
         _cpu_grad: Buffer on the CPU for the shard's gradient when gradients are offloaded;
             `None` otherwise.
         _saved_grad_shard: The gradient shard accumulated so far, `(shard_numel,)`, in the
-            parameter's dtype; `.grad` is set from it at the end of backward. `None` until the
+            parameter's dtype, or with `keep_low_precision_grads` in that of the reduction;
+            `.grad` is set from it at the end of backward. `None` until the
             first reduction has arrived, and again once the gradient was cleared.
     """
 

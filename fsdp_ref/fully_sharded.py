@@ -68,7 +68,8 @@ class FullyShardedDataParallel(WeightAccess):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Collective: every rank constructs the same units, with the same arguments, in the same
-    order. Construction itself sends nothing; ranks are compared when the root is first used.
+    order. Construction itself sends nothing, unless `sync_module_states` is asked for; ranks are
+    compared when the root is first used.
 
     Build the optimizer after wrapping, from `model.parameters()`. The wrapper answers
     attribute and index access like the module inside.

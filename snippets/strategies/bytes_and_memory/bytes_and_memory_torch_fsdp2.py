@@ -14,11 +14,11 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-                              gathered           kept     all-gather reduce-scatter     all-reduce           sent
-    FULL_SHARD                     512            384           2304           1152              0           3456
-    SHARD_GRAD_OP                 1536            384           1152           1152              0           2304
-    HYBRID_SHARD                   512            768           1536            768            768           3072
-    _HYBRID_SHARD_ZERO2           1536            768            768            768            768           2304
+                        gathered kept all-gather reduce-scatter all-reduce sent
+    FULL_SHARD               512  384       2304           1152          0 3456
+    SHARD_GRAD_OP           1536  384       1152           1152          0 2304
+    HYBRID_SHARD             512  768       1536            768        768 3072
+    _HYBRID_SHARD_ZERO2     1536  768        768            768        768 2304
 """
 
 # --8<-- [start:body]
@@ -36,6 +36,7 @@ dist.init_process_group()
 local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 rank = dist.get_rank()
+TITLES = ["gathered", "kept", "all-gather", "reduce-scatter", "all-reduce", "sent"]
 
 
 def build():
@@ -102,12 +103,12 @@ def measure(title, mesh, *, reshard):
     kept = sum(p.to_local().numel() for p in model.parameters())
     if rank == 0:
         numbers = [peak, kept, *watched.sent.values(), sum(watched.sent.values())]
-        print(f"{title:19}", *(f"{number:14}" for number in numbers))
+        cells = (f"{number:{len(name)}}" for name, number in zip(TITLES, numbers, strict=True))
+        print(f"{title:19}", *cells)
 
 
 if rank == 0:
-    titles = ["gathered", "kept", "all-gather", "reduce-scatter", "all-reduce", "sent"]
-    print(f"{'':19}", *(f"{title:>14}" for title in titles))
+    print(f"{'':19}", *TITLES)
 everyone = init_device_mesh(device.type, (4,))
 pairs = init_device_mesh(device.type, (2, 2), mesh_dim_names=("copies", "shards"))
 measure("FULL_SHARD", everyone, reshard=True)
