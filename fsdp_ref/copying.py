@@ -137,9 +137,7 @@ def _restore_flat(module: nn.Module, record: FlatRecord, unit: UnitRecord) -> Fl
             holder.__dict__.pop(attribute, None)  # the copy of a stand-in
             holder._parameters[attribute] = leaf
         originals.append(OriginalParameter(leaf, places, shape))
-    flat_param = FlatParameter(
-        originals, unit.placement, record.device, unit.options, record.shard.clone()
-    )
+    flat_param = FlatParameter(originals, unit.placement, record.device, unit.options, record.shard)
     flat_param.requires_grad_(record.requires_grad)
     flat_param._divisors = record.divisors
     return flat_param

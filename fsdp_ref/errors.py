@@ -289,7 +289,7 @@ class SummonContextError(FSDPError, RuntimeError):
 
 
 class CopyError(FSDPError, TypeError):
-    """A sharded model was copied or pickled, which would lose the hooks that train it."""
+    """Something was copied that cannot be: a model in use, half of one, or a flat parameter."""
 
     code = "FSDP403"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_ref import agreement, process_groups
 from fsdp_ref.copying import record_unit, restore_unit
-from fsdp_ref.errors import RootOnlyError
+from fsdp_ref.errors import CopyError, RootOnlyError
 from fsdp_ref.fingerprints import InitialWeights, compare_initial_weights
 from fsdp_ref.originals import Ignored, cast_buffers, restore_buffers
 from fsdp_ref.precision import Precision
@@ -150,6 +150,15 @@ class UnitModule(Wrapper):
             agreement.compare(topic, mine, group.ranks)
 
     # Copies
+
+    def __copy__(self) -> NoReturn:
+        """Refuse: two wrappers would take the parameters out of one module."""
+        raise CopyError.at(
+            self._unit.where,
+            expected="a copy with a module of its own",
+            found="copy.copy(), which shares the module inside",
+            fix="Use copy.deepcopy().",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what hangs on this process; see [fsdp_ref.copying][]."""

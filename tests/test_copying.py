@@ -137,8 +137,10 @@ def busy():
     refused = provokes(fsdp_ref.copying.record_unit, errors.CopyError, match="between steps")
     with model.summon_full_params(), refused:
         copy.deepcopy(model)
-    copy.deepcopy(model)
+    with pytest.raises(errors.CopyError, match="deepcopy"):
+        copy.copy(model)
+    assert train(copy.deepcopy(model)) == train(model)
 
 
-def test_a_busy_model_is_not_copied():
+def test_a_busy_model_is_not_copied_and_none_is_copied_by_halves():
     run_ranks(2, busy)
