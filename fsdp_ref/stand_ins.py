@@ -15,11 +15,7 @@ from fsdp_ref.errors import NotGatheredError
 
 
 class StandIn(torch.Tensor):
-    """Stands for one weight, and refuses every operation.
-
-    It keeps torch's own `__torch_function__`, though metadata is all that it has to give: that
-    keeps fused modules off the path on which they bypass their parts.
-    """
+    """Stands for one weight, and refuses every operation."""
 
     _name: str
 
@@ -38,6 +34,16 @@ class StandIn(torch.Tensor):
         self, name: str, shape: Sequence[int], like: Tensor, requires_grad: bool = False
     ) -> None:
         """Nothing left to do: `__new__` did the work, as for every tensor subclass."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Read metadata without asking; operations end in `__torch_dispatch__`.
+
+        That it is defined here keeps fused modules off the path on which they read the weights of
+        their parts themselves: they look for tensors that override torch's own.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves out `func`

@@ -132,3 +132,20 @@ def test_modules_that_treat_their_weights_in_odd_ways_train_like_plain_ones(worl
         assert outcome.keys() == CASES.keys()
         for case, differences in outcome.items():
             assert max(differences.values()) < 1e-12, (case, differences)
+
+
+def fused_path() -> float:
+    """An even number of heads, so that torch would read the weights of inner units by itself."""
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True).eval()
+    torch.manual_seed(0)
+    inside = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True)
+    model = FSDP(inside, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LayerNorm})).eval()
+    x = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        return (model(x) - plain(x)).abs().max().item()
+
+
+def test_a_fused_module_takes_the_path_through_its_parts_while_they_are_sharded():
+    for gap in run_ranks(2, fused_path):
+        assert gap < 1e-6
