@@ -194,7 +194,7 @@ def stay_silent() -> None:
 
 
 def test_a_rank_that_does_not_take_part_is_named():
-    run_ranks(2, stay_silent, dist_timeout=2.0)
+    run_ranks(2, stay_silent, dist_timeout=4.0)
 
 
 def nothing_to_send() -> None:
@@ -224,7 +224,7 @@ def lose_a_peer() -> str:
 
 
 def test_a_peer_that_is_lost_on_the_way_becomes_an_error_of_ours():
-    message = run_ranks(2, lose_a_peer, dist_timeout=2.0)[0]
+    message = run_ranks(2, lose_a_peer, dist_timeout=4.0)[0]
     assert re.search(r"unit 'model', broadcast.*\[0, 1\] to take part", message)
 
 
@@ -534,7 +534,7 @@ def disagree_in_the_constructor() -> None:
 
 
 def test_ranks_that_do_not_sync_alike_get_an_error():
-    run_ranks(2, disagree_in_the_constructor, dist_timeout=2.0)
+    run_ranks(2, disagree_in_the_constructor, dist_timeout=4.0)
 
 
 def load_into_memory_from_meta(strict: bool) -> None:

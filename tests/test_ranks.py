@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -54,9 +55,12 @@ def test_every_call_gets_fresh_processes_with_one_thread_each():
 def test_a_call_costs_a_fork_not_an_interpreter():
     run_ranks(2, process_facts)  # the server is up
     start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    one_interpreter = time.monotonic() - start  # as busy as the machine is now
+    start = time.monotonic()
     for _ in range(3):
         run_ranks(2, process_facts)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 3 * one_interpreter
 
 
 def one_rank_raises(culprit: int) -> None:
