@@ -298,3 +298,15 @@ class LoadError(FSDPError, RuntimeError):
     """A state dict does not fit the model; nothing was loaded."""
 
     code = "FSDP404"
+
+
+class StateDictTypeError(FSDPError, RuntimeError):
+    """A form of state dict is unknown, or a config belongs to another form."""
+
+    code = "FSDP405"
+
+
+class ReplicasDifferError(FSDPError, RuntimeError):
+    """A full state dict has one place for weights that exist in several, unequal versions."""
+
+    code = "FSDP406"
