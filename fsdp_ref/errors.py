@@ -310,3 +310,15 @@ class ReplicasDifferError(FSDPError, RuntimeError):
     """A full state dict has one place for weights that exist in several, unequal versions."""
 
     code = "FSDP406"
+
+
+class OptimizerStateError(FSDPError, ValueError):
+    """An optimizer's state does not fit the model, or ranks have different kinds of it."""
+
+    code = "FSDP407"
+
+
+class ConsolidationError(FSDPError, RuntimeError):
+    """Files or dicts that were to be put together are incomplete, mixed up, or not understood."""
+
+    code = "FSDP408"
