@@ -15,6 +15,7 @@ from fsdp_ref.errors import LoadError, SummonContextError
 from fsdp_ref.full_params import full_parameters
 from fsdp_ref.loading import Loading, Walk
 from fsdp_ref.naming import WRAPPED
+from fsdp_ref.optim_state import OptimizerStateAccess
 from fsdp_ref.state_dict import full_copies_registered, restore_dtypes
 from fsdp_ref.unit_module import UnitModule
 
@@ -46,7 +47,7 @@ class _method_or_static(Generic[P, T]):
         return method
 
 
-class WeightAccess(UnitModule):
+class WeightAccess(OptimizerStateAccess):
     """A wrapper whose weights can be seen, edited, saved and loaded as a whole."""
 
     _loading: Loading | None = None  # of the outermost unit, while it lasts

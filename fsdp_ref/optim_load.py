@@ -1,0 +1,377 @@
+"""Optimizer state of whole weights, by name, cut to what this rank's optimizer holds.
+
+Everything is checked before anything is cut or sent: names, shapes, groups, and whether weights
+that share a flat parameter have made equally many steps. The optimizer itself is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_ref.agreement import exchange_through
+from fsdp_ref.collectives import broadcast
+from fsdp_ref.errors import OptimizerStateError
+from fsdp_ref.optim_keys import Entry, Names, regroup
+from fsdp_ref.rank_group import RankGroup
+from fsdp_ref.row_shards import whole
+
+_MOST_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value with one element per element of a weight, to be had when it is its turn.
+
+    Attributes:
+        shape: Its whole shape.
+        dtype: Its dtype.
+        fetch: Returns it; collective where it is not on this rank already.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fetch: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state dict by name, from wherever.
+
+    Attributes:
+        state: By stored name of the weight, then by name of the value.
+        groups: The saved groups, whose `params` are names.
+        unknown: Names that the model does not have.
+    """
+
+    state: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    unknown: Sequence[str]
+
+
+def saved_here(optim_state_dict: Mapping[str, Any], names: Names) -> Saved:
+    """Read a dict that every rank has, or of which every rank has `DTensor`s. Local.
+
+    Args:
+        optim_state_dict: The dict.
+        names: What the weights are called.
+
+    Returns:
+        What it says.
+
+    Raises:
+        OptimizerStateError: If it is no optimizer state dict by name.
+    """
+    refuse_keys(optim_state_dict)
+    wholes = {
+        name: {n: _lazy(value) for n, value in values.items()}
+        for name, values in optim_state_dict["state"].items()
+    }
+    return _by_stored_name(wholes, optim_state_dict["param_groups"], names)
+
+
+def refuse_keys(optim_state_dict: Any) -> None:
+    """Raise unless a dict has state and groups by name.
+
+    Args:
+        optim_state_dict: The dict.
+
+    Raises:
+        OptimizerStateError: If not.
+    """
+    where, keys = "optimizer state to load", {"state", "param_groups"}
+    if not isinstance(optim_state_dict, Mapping) or not keys <= set(optim_state_dict):
+        found = type(optim_state_dict).__name__
+        if isinstance(optim_state_dict, Mapping):
+            found = f"a dict with the keys {sorted(map(str, optim_state_dict))}"
+        raise OptimizerStateError.at(
+            where, expected="a dict with the keys 'state' and 'param_groups'", found=found,
+            fix="Hand over what optim_state_dict() returned.",
+        )  # fmt: skip
+    params = [name for group in optim_state_dict["param_groups"] for name in group["params"]]
+    wrong = [key for key in [*optim_state_dict["state"], *params] if not isinstance(key, str)]
+    if wrong:
+        raise OptimizerStateError.at(
+            where, expected="weights called by name", found=f"the key {wrong[0]!r}",
+            fix="Numbers mean an order that only the optimizer knows that wrote them: translate "
+            "with rekey_optim_state_dict(..., OptimStateKeyType.PARAM_NAME, model, optim=...), "
+            "given that optimizer and its model.",
+        )  # fmt: skip
+
+
+def _lazy(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return Whole(tuple(value.shape), value.dtype, lambda: whole(value))
+    return whole(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _by_stored_name(
+    state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: Names
+) -> Saved:
+    """Sort out what is this rank's, what belongs to other groups of ranks, and what is unknown."""
+    params = [name for group in groups for name in group["params"]]
+    unknown = [name for name in dict.fromkeys([*state, *params]) if not _known(name, names)]
+    # The stored name last: where a dict has a weight under several names, that one counts.
+    ordered = sorted(state, key=lambda name: names.stored.get(name) == name)
+    mine = {names.stored[name]: state[name] for name in ordered if name in names.stored}
+    return Saved(mine, groups, unknown)
+
+
+def _known(name: str, names: Names) -> bool:
+    # Another group's version of a weight, `name@rank2`, is no mistake.
+    return name in names.stored or re.sub(r"@rank\d+$", "", name) in names.stored
+
+
+# From the first rank
+
+
+def saved_on_first(
+    optim_state_dict: Mapping[str, Any] | None, names: Names, groups: Sequence[RankGroup]
+) -> Saved:
+    """Let the first rank tell all others what its dict has; they fetch values in turn. Collective.
+
+    Args:
+        optim_state_dict: The dict; what other ranks hand in is not looked at.
+        names: What the weights are called.
+        groups: Who takes part: one group, or two that are the rows and columns of a grid.
+
+    Returns:
+        What the first rank's dict says. Every rank must fetch the same values in the same order.
+
+    Raises:
+        OptimizerStateError: On every rank, if it is no optimizer state dict by name, or has values
+            that cannot be told to others.
+        SilentRanksError: If a rank does not take part.
+    """
+    given: Mapping[str, Any] = {}
+    text = ""
+    if all(group.rank == 0 for group in groups):
+        given = {} if optim_state_dict is None else optim_state_dict
+        text = _told(given)
+    heard = exchange_through("optimizer state to load", text, [group.ranks for group in groups])
+    told = json.loads(next(text for text in heard.values() if text))
+    if "error" in told:
+        raise OptimizerStateError(told["error"])
+    read = _decoded(told["told"])
+    state = {
+        name: {
+            n: value
+            if not isinstance(value, Whole)
+            else _from_first(value, given.get("state", {}).get(name, {}).get(n), groups)
+            for n, value in values.items()
+        }
+        for name, values in read["state"].items()
+    }
+    return _by_stored_name(state, read["param_groups"], names)
+
+
+def _told(optim_state_dict: Mapping[str, Any]) -> str:
+    """Put a dict into words, or say what is wrong with it."""
+    try:
+        refuse_keys(optim_state_dict)
+        return json.dumps({"told": _encoded(optim_state_dict)})
+    except OptimizerStateError as error:
+        return json.dumps({"error": str(error)})
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {"d": {key: _encoded(one) for key, one in value.items()}}
+    if isinstance(value, (tuple, list)):
+        return {"t" if isinstance(value, tuple) else "l": [_encoded(one) for one in value]}
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"w": [*value.shape], "y": dtype} if value.dim() else {"s": value.item(), "y": dtype}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise OptimizerStateError.at(
+        "optimizer state to load",
+        expected="tensors, numbers and words, which can be told to other ranks",
+        found=f"a {type(value).__name__}",
+        fix="Give every rank the dict, and leave out rank0_only.",
+    )
+
+
+def _decoded(told: Any) -> Any:
+    if not isinstance(told, dict):
+        return told
+    if "d" in told:
+        return {key: _decoded(one) for key, one in told["d"].items()}
+    if "t" in told:
+        return tuple(map(_decoded, told["t"]))
+    if "l" in told:
+        return list(map(_decoded, told["l"]))
+    dtype = getattr(torch, told["y"])
+    if "s" in told:
+        return torch.tensor(told["s"], dtype=dtype)
+    return Whole(tuple(told["w"]), dtype, lambda: torch.empty(0))
+
+
+def _from_first(value: Whole, mine: Tensor | None, groups: Sequence[RankGroup]) -> Whole:
+    """Return a value that the first rank sends when all ranks fetch it."""
+
+    def fetch() -> Tensor:
+        full = torch.empty(value.shape, dtype=value.dtype) if mine is None else mine.detach()
+        for group in groups:  # along the first row, then down all columns
+            broadcast([full], group)
+        return full
+
+    return Whole(value.shape, value.dtype, fetch)
+
+
+# Cutting
+
+
+def to_optimizer(saved: Saved, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
+    """Return a state dict that an optimizer's own `load_state_dict` takes. Collective to fetch.
+
+    Args:
+        saved: What is to be loaded.
+        entries: The optimizer's parameters.
+        names: What the weights are called.
+
+    Returns:
+        State and groups by the optimizer's own keys, in its own order, in memory of its own. A
+        weight without saved state beside others in a flat parameter gets zeros.
+
+    Raises:
+        OptimizerStateError: If names are missing or unknown, if a shape differs, or if weights
+            of one flat parameter differ in what they share.
+    """
+    _refuse_names(saved, entries, names)
+    by_group: dict[int, list[Entry]] = {}
+    for entry in entries:
+        by_group.setdefault(entry.group, []).append(entry)
+        _refuse_values(saved, entry)
+    wanted = [by_group.get(n, []) for n in range(max([*by_group, len(saved.groups) - 1]) + 1)]
+    settings = regroup(saved.groups, wanted, names.stored)
+    state = {entry.key: values for entry in entries if (values := _cut(saved, entry))}
+    groups = [
+        {**copy.deepcopy(one), "params": [entry.key for entry in group]}
+        for one, group in zip(settings, wanted, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _refuse_names(saved: Saved, entries: Sequence[Entry], names: Names) -> None:
+    held = {name for entry in entries for name in entry.names}
+    params = (name for group in saved.groups for name in group["params"])
+    given = {names.stored.get(name, name) for name in params}
+    frozen = names.frozen()
+    extra = [n for n in names.stored.values() if n in given | set(saved.state) and n not in held]
+    extra = [n for n in dict.fromkeys(extra) if n not in frozen or n in saved.state]
+    missing = [n for entry in entries for n in entry.names if n not in given and n not in frozen]
+    found = []
+    if missing:
+        found.append(f"nothing for {_listed(missing)}")
+    if saved.unknown:
+        found.append(f"{_listed(saved.unknown)}, not in the model")
+    if extra:
+        found.append(f"{_listed(extra)}, not in the optimizer")
+    if found:
+        raise OptimizerStateError.at(
+            "optimizer state to load",
+            expected="the weights that the optimizer holds, by name",
+            found="; ".join(found),
+            fix="Build model and optimizer as they were when the state was saved.",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES_SHOWN])
+    hidden = len(names) - _MOST_NAMES_SHOWN
+    return shown if hidden <= 0 else f"{shown} and {hidden} more"
+
+
+def _values(saved: Saved, entry: Entry, name: str) -> dict[int, Any]:
+    """Return what is saved under one name of each weight in a parameter."""
+    found = {}
+    for slot, weight in zip(entry.slots or (0,), entry.names, strict=True):
+        if name in saved.state.get(weight, {}):
+            found[slot] = saved.state[weight][name]
+    return found
+
+
+def _value_names(saved: Saved, entry: Entry) -> list[str]:
+    return list(dict.fromkeys(n for weight in entry.names for n in saved.state.get(weight, {})))
+
+
+def _refuse_values(saved: Saved, entry: Entry) -> None:
+    for name in _value_names(saved, entry):
+        values = _values(saved, entry, name)
+        weights = dict(zip(entry.slots or (0,), entry.names, strict=True))
+        first = next(iter(values))
+        for slot, value in values.items():
+            shape = _shape(entry, slot)
+            if isinstance(value, Whole) and value.shape != shape:
+                raise OptimizerStateError.at(
+                    f"optimizer state to load, '{weights[slot]}'",
+                    expected=f"'{name}' of shape {shape}",
+                    found=f"{value.shape}",
+                    fix="Does the state belong to another model, or was it saved by number and "
+                    "in another order?",
+                )
+            if not _alike(value, values[first]):
+                raise OptimizerStateError.at(
+                    f"optimizer state to load, '{weights[slot]}'",
+                    expected=f"the same '{name}' as '{weights[first]}', with which it shares a "
+                    f"flat parameter: {_shown(values[first])}",
+                    found=_shown(value),
+                    fix="Wrap with use_orig_params=True, where every weight has its own.",
+                )
+
+
+def _shape(entry: Entry, slot: int) -> tuple[int, ...]:
+    if entry.flat_param is None:
+        return tuple(entry.parameter.shape)
+    return entry.flat_param._layout.slots[slot].shape
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Whole) or isinstance(b, Whole):
+        return isinstance(a, Whole) and isinstance(b, Whole) and a.dtype == b.dtype
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Whole) else str(value)
+
+
+def _cut(saved: Saved, entry: Entry) -> dict[str, Any]:
+    """Return this rank's state of one parameter; collective where values are fetched."""
+    result: dict[str, Any] = {}
+    for name in _value_names(saved, entry):
+        values = _values(saved, entry, name)
+        first = next(iter(values.values()))
+        if isinstance(first, Whole):
+            result[name] = _piece(entry, first.dtype, _fetched(values))
+        else:
+            result[name] = copy.deepcopy(first)
+    return result
+
+
+def _fetched(values: Mapping[int, Any]) -> Iterator[tuple[int, Tensor]]:
+    for slot, value in values.items():
+        yield slot, value.fetch()
+
+
+def _piece(entry: Entry, dtype: torch.dtype, fulls: Iterator[tuple[int, Tensor]]) -> Tensor:
+    flat_param = entry.flat_param
+    if flat_param is None:
+        return next(fulls)[1].detach().clone()
+    shard = torch.zeros_like(flat_param.data, dtype=dtype)
+    for slot, full in fulls:
+        inner, start, numel = flat_param._layout.overlap(
+            flat_param._layout.slots[slot], flat_param._group.rank
+        )
+        shard[start : start + numel].copy_(full.reshape(-1)[inner : inner + numel])
+    return entry.piece(shard).clone()
