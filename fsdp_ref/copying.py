@@ -93,7 +93,7 @@ def record_unit(unit: Unit) -> UnitRecord:
                 flat_param.detach(),
                 flat_param.requires_grad,
                 flat_param.compute_device,
-                flat_param._divisors if flat_param._comm_hook is None else flat_param.mean_divisors,
+                flat_param._divisors if flat_param._comm_hook is None else flat_param.own_divisors,
                 [[name for _, _, name in original.places] for original in originals],
                 [original.shape for original in originals],
                 [original.parameter.requires_grad for original in originals],

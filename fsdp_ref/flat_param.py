@@ -129,7 +129,7 @@ class FlatParameter(FlatGradient):
         self._is_sharded = group.size > 1
         self._orig_size = torch.Size([layout.total_numel])
         self._fp32_shard = self._fp16_shard = self._full_param_padded = self._cpu_grad = None
-        self._divisors, self._comm_hook = self.mean_divisors, None
+        self._divisors, self._comm_hook = self.own_divisors, None
         self._updates, self._pieces_shown = 0, options.use_orig_params
         self._reset_step_state()
         self._own_leaves()
@@ -155,9 +155,9 @@ class FlatParameter(FlatGradient):
         raise _cannot_be_copied()
 
     @property
-    def mean_divisors(self) -> tuple[float, float]:
-        """The divisors, before and after the reduction, that make the mean over all ranks."""
-        return self._placement.size, 1
+    def own_divisors(self) -> tuple[float, float]:
+        """The divisors before and after the reduction, as constructed: by default for the mean."""
+        return self._options.gradient_divisor or self._placement.size, 1
 
     def _own_leaves(self) -> None:
         """Ask autograd for the original parameters' gradients."""

@@ -39,7 +39,7 @@ from fsdp_ref.grad_norm import scale_gradients, total_norm
 from fsdp_ref.initialize import broadcast_initial, materialize
 from fsdp_ref.naming import current_unit_name
 from fsdp_ref.optimizer_watch import refuse_unreduced, watch_optimizers
-from fsdp_ref.options import Options, as_device, as_options
+from fsdp_ref.options import Options, as_device, as_divisor, as_options
 from fsdp_ref.originals import (
     collect_originals,
     move_buffers,
@@ -60,6 +60,7 @@ INHERITED = (
     *("process_group", "sharding_strategy", "cpu_offload", "backward_prefetch"),
     *("mixed_precision", "param_init_fn", "device_id", "sync_module_states"),
     *("forward_prefetch", "limit_all_gathers", "use_orig_params", "device_mesh"),
+    "gradient_divisor",
 )
 """The arguments that an auto-wrap policy hands on to the units inside."""
 
@@ -117,6 +118,10 @@ class FullyShardedDataParallel(WeightAccess):
             showing this rank's piece; see [fsdp_ref.options][].
         ignored_states: In place of `ignored_modules`, parameters or modules to leave alone.
         device_mesh: In place of `process_group`, a mesh of one or two dimensions.
+        gradient_divisor: What the sum of the ranks' gradients is divided by. By default the
+            number of ranks that share and copy the unit, which makes the mean. For an expert that
+            gets tokens of all ranks, the number of all ranks; [fsdp_ref.options][] has the
+            arithmetic, case by case. Not an argument of torch's class.
 
     Raises:
         NotAModuleError: If `module` is no module.
@@ -127,7 +132,8 @@ class FullyShardedDataParallel(WeightAccess):
         ScalarParameterError: If a parameter has no dimension.
         TiedParametersError: If a parameter would belong to two units.
         PrecisionError: If `mixed_precision` is not understood.
-        OptionError: If `cpu_offload`, `backward_prefetch` or `param_init_fn` is not understood.
+        OptionError: If `cpu_offload`, `backward_prefetch`, `gradient_divisor` or
+            `param_init_fn` is not understood.
         IgnoredStatesError: If something is to be ignored that cannot be.
         RankDisagreementError: If `sync_module_states` and the ranks' modules differ.
         SilentRanksError: If `sync_module_states` and a rank does not take part.
@@ -162,6 +168,7 @@ class FullyShardedDataParallel(WeightAccess):
         use_orig_params: bool = False,
         ignored_states: Any = None,
         device_mesh: DeviceMesh | None = None,
+        gradient_divisor: float | None = None,
     ) -> None:
         given = locals()
         name = current_unit_name() or type(module).__name__
@@ -353,11 +360,16 @@ class FullyShardedDataParallel(WeightAccess):
             part._unit.reduce_with(CommHook(state, hook))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
-        """Say by what gradients are divided, in place of the number of ranks. Not collective.
+        """Say anew by what gradients are divided. Not collective.
 
-        Every rank sets the same. By default `pre` is the number of ranks and `post` is 1; to
-        sum instead of to average, set both to 1. FairScale's name; a way to weigh batches of
-        unequal size, or experts that see the tokens of several ranks.
+        Every rank sets the same. The sum over the ranks of a unit is divided by `pre` times
+        `post`, so the constructor's `gradient_divisor=d` is `set_gradient_divide_factors(d, 1)`,
+        and by default `d` is the number of ranks. [fsdp_ref.options][] says which number suits
+        which unit. FairScale's name. It holds for all backwards from now on, also for a unit
+        that was given another divisor.
+
+        Two factors, because a reduction in a low dtype can overflow if all of the division comes
+        after it, and lose small numbers if all of it comes before.
 
         Args:
             pre: Divides this rank's gradient before the reduction.
@@ -365,16 +377,12 @@ class FullyShardedDataParallel(WeightAccess):
             recursive: Also in all inner units.
 
         Raises:
-            OptionError: If a factor is not above 0.
+            OptionError: If a factor is not a finite number above 0.
         """
-        if not (pre > 0 and post > 0):
-            raise OptionError.at(
-                self._unit.where, expected="factors above 0", found=f"{pre} and {post}",
-                fix="Divide by 1 where nothing should happen.",
-            )  # fmt: skip
+        factors = [as_divisor(factor, self._unit.where) for factor in (pre, post)]
         for part in self.fsdp_modules(self) if recursive else [self]:
             for flat_param in part._unit.flat_params:
-                flat_param._divisors = (pre, post)
+                flat_param._divisors = (factors[0], factors[1])
 
     # By hand
 

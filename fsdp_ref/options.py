@@ -4,7 +4,7 @@ By default a shard stays on the device, a unit is gathered when it is needed or 
 and an optimizer sees one flat parameter. Three arguments of the constructor change that. They
 change memory, waiting and names; the numbers that training computes stay the same. Each is accepted
 in torch's spelling, as a word in either case, or as a dict, and a policy may return others for a
-single unit.
+single unit. One more, `gradient_divisor`, says what a gradient is the mean of.
 
 # CPU offload
 
@@ -53,6 +53,33 @@ Tip: Keep the original parameters if your optimizer tells weights apart
 
     Proof: options/original_parameters
 
+# Gradient divisor
+
+A reduction adds up the gradients of the ranks that share a unit, and divides by their number: the
+mean. That is the gradient of the mean loss, if each rank's gradient comes from its own part of
+the batch. Where it does not, say the divisor: a unit then gets the sum over its own ranks, divided
+by `gradient_divisor`.
+
+The rule: *divide by the number of ranks whose losses are in the sum*. Let L be the mean of the
+losses of all W ranks, the quantity to minimise.
+
+| whose losses the sum over a unit's G ranks holds | it is | divisor |
+| --- | --- | --- |
+| those of its own ranks, each with its own tokens | G times their mean | G, the default |
+| all ranks': an expert to which tokens travel | W times the gradient of L | W |
+| one loss, counted once | the gradient of L | 1 |
+
+The middle row is what a mixture of experts has. The backward of an all-to-all brings each expert
+the gradients of all ranks' losses. Its group is smaller than the world; so by default its gradient
+is W/G times too large beside the dense layers, and nothing warns: with `'self'` it is the number
+of ranks. It looks like a higher learning rate for experts. Give such units
+`gradient_divisor=torch.distributed.get_world_size()`, in their constructor or in a policy's dict.
+
+With batches of unequal size the same argument weighs ranks: let each rank's loss be a *sum* over
+its tokens, and divide by the number of tokens of all ranks. If that changes from step to step,
+[set_gradient_divide_factors][fsdp_ref.FullyShardedDataParallel.set_gradient_divide_factors] says
+it anew.
+
 # Ignored modules and parameters
 
 `ignored_modules`, or `ignored_states`, name what a unit leaves alone: it stays whole, on every
@@ -63,9 +90,11 @@ that something else synchronises.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 import torch
@@ -113,6 +142,8 @@ class Options:
         use_orig_params: Whether modules keep their own parameters registered.
         backward_prefetch: When the next unit is gathered in a backward.
         forward_prefetch: Whether the next unit is gathered ahead in a forward.
+        gradient_divisor: What the sum of the ranks' gradients is divided by; `None` for the
+            number of ranks that share and copy the unit.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -120,6 +151,7 @@ class Options:
     use_orig_params: bool = False
     backward_prefetch: Prefetch = Prefetch.BACKWARD_PRE
     forward_prefetch: bool = False
+    gradient_divisor: float | None = None
 
 
 def as_offload(cpu_offload: Any, where: str) -> Offload:
@@ -190,6 +222,35 @@ def as_prefetch(backward_prefetch: Any, where: str) -> Prefetch:
     )
 
 
+def as_divisor(gradient_divisor: Any, where: str) -> float:
+    """Return a number by which gradients can be divided, and refuse what is none. Local.
+
+    Args:
+        gradient_divisor: A number above 0.
+        where: Who asks, for messages.
+
+    Returns:
+        The same.
+
+    Raises:
+        OptionError: If it is no number, a bool, not finite, zero or negative.
+
+    Examples:
+        >>> as_divisor(8, "unit 'expert'")
+        8
+    """
+    is_number = isinstance(gradient_divisor, Real) and not isinstance(gradient_divisor, bool)
+    if is_number and math.isfinite(gradient_divisor) and gradient_divisor > 0:
+        number: float = gradient_divisor
+        return number
+    raise OptionError.at(
+        where,
+        expected="a finite number above 0 to divide gradients by",
+        found=repr(gradient_divisor),
+        fix="The number of ranks whose losses are in the sum; 1 keeps the sum as it is.",
+    )
+
+
 def as_options(arguments: Mapping[str, Any], where: str) -> Options:
     """Turn constructor arguments into the options of a unit.
 
@@ -201,15 +262,20 @@ def as_options(arguments: Mapping[str, Any], where: str) -> Options:
         The options.
 
     Raises:
-        OptionError: If `cpu_offload` or `backward_prefetch` is not understood.
+        OptionError: If `cpu_offload`, `backward_prefetch` or `gradient_divisor` is not
+            understood.
         PrecisionError: If `mixed_precision` is not understood.
     """
+    divisor = arguments.get("gradient_divisor")
     return Options(
         precision=as_precision(arguments.get("mixed_precision"), where),
         offload=as_offload(arguments.get("cpu_offload"), where),
         use_orig_params=bool(arguments.get("use_orig_params")),
         backward_prefetch=as_prefetch(arguments.get("backward_prefetch"), where),
         forward_prefetch=bool(arguments.get("forward_prefetch")),
+        gradient_divisor=(
+            None if divisor is None else as_divisor(divisor, f"{where}, gradient_divisor")
+        ),
     )
 
 
