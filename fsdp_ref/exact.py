@@ -104,18 +104,19 @@ def record_gather(unit: Unit, shard: Tensor, reader: int | None) -> None:
 
 
 @contextmanager
-def exact_values(unit: Unit) -> Iterator[None]:
+def exact_values(unit: Unit, reader: int | None = None) -> Iterator[None]:
     """Let `shown` lead to the full parameters in their own dtype for a while. Collective.
 
     The original parameters stay what they are.
 
     Args:
         unit: The unit.
+        reader: Position in the group of the only rank that wants them, `None` for all.
 
     Yields:
         Nothing.
     """
-    gather_exact(unit)
+    gather_exact(unit, reader)
     try:
         yield
     finally:

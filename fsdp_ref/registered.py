@@ -68,7 +68,7 @@ class RegisteredNames:
         self._keeps_originals = use_orig_params
         names = ["_flat_param", *(f"_flat_param_{n}" for n in range(1, len(flat_params)))]
         self._wrapper = wrapper
-        self._flat = dict(zip(names, flat_params, strict=False))
+        self.flat = dict(zip(names, flat_params, strict=False))
         self._managed: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._order: dict[nn.Module, list[str]] = {}
         for flat_param in flat_params:
@@ -157,7 +157,7 @@ class RegisteredNames:
         self._shown = False
         if self._keeps_originals:
             return
-        self._wrapper._parameters.update(self._flat)
+        self._wrapper._parameters.update(self.flat)
         for module, parameters in self._managed.items():
             for attribute in parameters:
                 module._parameters.pop(attribute, None)
@@ -172,7 +172,7 @@ class RegisteredNames:
         self._shown = True
         if self._keeps_originals:
             return
-        for name in self._flat:
+        for name in self.flat:
             self._wrapper._parameters.pop(name, None)
         for module, parameters in self._managed.items():
             shown: dict[str, Any] = {
@@ -204,7 +204,7 @@ class RegisteredNames:
         if not self._keeps_originals:
             yield
             return
-        for flat_param in self._flat.values():
+        for flat_param in self.flat.values():
             flat_param.take_back_edits()
         self._keeps_originals = False
         self.hide()

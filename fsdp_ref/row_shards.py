@@ -134,6 +134,11 @@ def cut(full: Tensor, placement: Placement) -> DTensor:
     return at_rest
 
 
+def is_cut(value: object) -> bool:
+    """Return whether a value is a `DTensor`, without importing what that is."""
+    return hasattr(value, "full_tensor") and hasattr(value, "device_mesh")
+
+
 def whole(value: Tensor) -> Tensor:
     """Return the whole of a tensor that may be cut. Collective for a `DTensor`.
 
@@ -143,13 +148,11 @@ def whole(value: Tensor) -> Tensor:
     Returns:
         All of it, on every rank of the mesh. A plain tensor as it is.
     """
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(value, DTensor):
+    if not is_cut(value):
         return value
+    cut_value: Any = value.detach()
     # Sent from where the mesh is, if it was offloaded since.
-    travelling: Any = value.detach().to(value.device_mesh.device_type)
-    full: Tensor = travelling.full_tensor()
+    full: Tensor = cut_value.to(cut_value.device_mesh.device_type).full_tensor()
     return full.to(value.device)
 
 

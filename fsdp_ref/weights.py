@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp_ref.errors import LoadError, SummonContextError
+from fsdp_ref.errors import SummonContextError
 from fsdp_ref.full_params import full_parameters
-from fsdp_ref.loading import Loading, Walk
-from fsdp_ref.naming import WRAPPED
-from fsdp_ref.optim_state import OptimizerStateAccess
-from fsdp_ref.state_dict import full_copies_registered, restore_dtypes
+from fsdp_ref.optim_names import OlderOptimizerNames
+from fsdp_ref.saving import StateDicts
 from fsdp_ref.unit_module import UnitModule
 
 P = ParamSpec("P")
@@ -47,10 +43,8 @@ class _method_or_static(Generic[P, T]):
         return method
 
 
-class WeightAccess(OptimizerStateAccess):
+class WeightAccess(StateDicts, OlderOptimizerNames):
     """A wrapper whose weights can be seen, edited, saved and loaded as a whole."""
-
-    _loading: Loading | None = None  # of the outermost unit, while it lasts
 
     @_method_or_static
     @contextmanager
@@ -135,166 +129,6 @@ class WeightAccess(OptimizerStateAccess):
         for part, generations in before.items():
             part._initial_changed(since=generations)
 
-    def state_dict(  # type: ignore[override]  # torch declares overloads, one deprecated
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """Return the full weights under the plain model's names. Collective.
-
-        Every rank calls it and every rank gets the whole dict; it gathers one unit at a time
-        and leaves the model as it was. Values own their memory; tied ones share it. Hooks of the
-        modules inside run as on the plain model. Inside `summon_full_params` it sends nothing.
-
-        Args:
-            destination: Fill this dict instead of a new one.
-            prefix: Put this before every key.
-            keep_vars: Return values as `nn.Parameter`, with `requires_grad` as in the model.
-
-        Returns:
-            A dict that loads into the plain model, and back into this one at any number of
-            ranks.
-
-        Raises:
-            SummonContextError: If another rank is the only one to see the parameters.
-            RuntimeError: If a hook from `register_state_dict_post_hook` returns something.
-            SilentRanksError: If a rank does not take part within the time limit.
-
-        Tip: Call state_dict on every rank, write on one
-            The full weights exist nowhere until all ranks bring their shards together. Calling
-            `state_dict` on one rank only waits for the others until the process group's time
-            limit.
-
-            Proof: tips/save_on_every_rank
-        """
-        self._set_up()
-        if destination is None:
-            destination = OrderedDict()
-            destination._metadata = OrderedDict()  # type: ignore[attr-defined]  # torch's note
-        for hook in self._state_dict_pre_hooks.values():
-            hook(self, prefix, keep_vars)
-        with full_copies_registered(self._unit):
-            # Not through torch's walk over children, which would insert the wrapper into keys.
-            result: dict[str, Any] = self.module.state_dict(
-                destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
-        restore_dtypes(result, prefix, self._buffer_dtypes)
-        versions = getattr(result, "_metadata", {}).get(prefix.removesuffix("."), {})
-        for hook in self._state_dict_hooks.values():
-            changed = hook(self, result, prefix, versions)
-            if changed is not None and getattr(hook, "_from_public_api", False):
-                raise RuntimeError(
-                    f"{self._unit.where}: a hook from register_state_dict_post_hook() returned "
-                    f"{type(changed).__name__}; it has to change the dict in place."
-                )
-            result = result if changed is None else changed
-        return result
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load full weights under the plain model's names, on every rank. Local.
-
-        Each rank copies its own part of every value, so it works at any number of ranks. Give
-        all ranks the same values: nothing compares them. If anything does not fit, nothing is
-        loaded; torch loads what fits before it raises. For that, buffers are copied first, and
-        values are written only after all hooks have run.
-
-        Inside `summon_full_params(rank0_only=True)` the rank that sees the parameters can
-        load alone, and all ranks get what it loaded.
-
-        Args:
-            state_dict: Full values, as from the plain model or from `state_dict`.
-            strict: Raise if keys are missing or unexpected. Otherwise what is there is loaded and
-                the rest left as it is.
-            assign: Take over buffers instead of copying them; parameters are copied always.
-
-        Returns:
-            The missing and the unexpected keys.
-
-        Raises:
-            LoadError: If `strict` and the keys differ, or if a shape differs.
-            SummonContextError: If another rank is the only one to see the parameters.
-        """
-        loading = Loading(self, [part._unit for part in self.fsdp_modules(self)])
-        with self._joint_load(loading):
-            try:
-                super().load_state_dict(state_dict, strict=False, assign=assign)
-            except RuntimeError:
-                if not loading.errors:
-                    raise
-            loading.refuse_misfits(self._unit.where, strict=strict)
-        return _IncompatibleKeys(loading.missing, loading.unexpected)
-
-    @contextmanager
-    def _joint_load(self, loading: Loading) -> Iterator[None]:
-        """Let all units inside note what they get; write it unless there is an exception."""
-        parts = [part for part in self.fsdp_modules(self) if isinstance(part, WeightAccess)]
-        for part in parts:
-            part._loading = loading
-        try:
-            yield
-        except BaseException:
-            loading.undo()
-            raise
-        finally:
-            for part in parts:
-                part._loading = None
-        loading.write()
-        for part in parts:
-            if not part._unit.summoned:
-                part._initial_replaced(loading.names_for(part._unit))
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        # What torch calls for every module.
-        found = missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(  # runs the hooks that were registered on the wrapper
-            state_dict, prefix, local_metadata, False, *found
-        )
-        versions = getattr(state_dict, "_metadata", None) or {}
-        walk = Walk(versions, local_metadata.get("assign_to_params_buffers", False), found)
-        if self._loading is not None:
-            self._loading.missing, self._loading.unexpected, self._loading.errors = found
-            with self._loading.targets_registered(self._unit):
-                walk.into(self.module, state_dict, prefix)
-        else:
-            self._load_alone(walk, state_dict, prefix)
-        self._hide_from_torchs_walk()
-
-    def _load_alone(self, walk: Walk, state_dict: dict[str, Any], prefix: str) -> None:
-        """Load this unit and those inside for torch, which loads a model around it.
-
-        What does not fit is left to torch, which raises at the end.
-        """
-        loading = Loading(self, [part._unit for part in self.fsdp_modules(self)])
-        before = len(walk.found[2])
-        with suppress(LoadError), self._joint_load(loading):
-            with loading.targets_registered(self._unit):
-                walk.into(self.module, state_dict, prefix)
-            loading.errors = walk.found[2][before:]
-            loading.refuse_misfits(self._unit.where, strict=False)
-
-    def _hide_from_torchs_walk(self) -> None:
-        """Keep torch from loading the wrapped module again, under keys that show the wrapper."""
-        if _show_again not in self._load_state_dict_post_hooks.values():
-            # torch leaves the registration untyped, and annotates the hooks as a plain dict
-            hook = self.register_load_state_dict_post_hook(_show_again)  # type: ignore[no-untyped-call]
-            hooks: OrderedDict[int, Any] = self._load_state_dict_post_hooks  # type: ignore[assignment]
-            hooks.move_to_end(hook.id, last=False)
-        # Nothing but torch's loop over children runs before the hook.
-        self.__dict__["_hidden"], self._modules[WRAPPED] = self.module, None
-
     # Behaving like the module inside
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -322,8 +156,3 @@ class WeightAccess(OptimizerStateAccess):
             flat_param.follow_move()
         self._unit.registered.follow_dtype_and_device()
         return self
-
-
-def _show_again(part: WeightAccess, _: Any) -> None:
-    """What torch calls when it believes to have been through the wrapped module."""
-    part._modules[WRAPPED] = part.__dict__.pop("_hidden")

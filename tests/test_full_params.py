@@ -606,7 +606,7 @@ def state_dicts_on_the_rank_that_sees() -> None:
                 model.load_state_dict(other)
             with provokes(loading.Loading.targets_registered, SummonContextError):
                 model.load_state_dict(other)
-            with provokes(state_dict.full_copies_registered, SummonContextError):
+            with provokes(state_dict.Exporting.values_registered, SummonContextError):
                 model.state_dict()
     plain.load_state_dict(other)
     assert_equal_weights(model, plain)

@@ -1,5 +1,7 @@
 """A state dict is loaded as into the plain model, hooks included: all of it or nothing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -298,22 +300,68 @@ def test_a_load_inside_a_summon_is_an_edit_like_any_other():
     run_ranks(2, inside_a_summon)
 
 
-def targets_refuse_to_compute() -> None:
-    model = nested(seeded())
-    found = []
+class Curious(nn.Linear):
+    """Looks at its weight while it is loaded."""
 
-    def compute(module: nn.Module, keys: tuple) -> None:
-        found.append(repr(module.weight))
+    def _load_from_state_dict(self, *arguments: object) -> None:
+        self.found = repr(self.weight)
         with provokes(loading.LoadTarget.__torch_dispatch__, NotGatheredError, match="weight"):
-            module.weight.norm()
-
-    model.head.register_load_state_dict_post_hook(compute)
-    model.load_state_dict(other_state())
-    assert found == ["LoadTarget('head.weight', shape=(2, 5), dtype=torch.float64)"]
+            self.weight.norm()
+        super()._load_from_state_dict(*arguments)
 
 
-def test_a_hook_that_computes_with_a_weight_during_a_load_hears_why_it_cannot():
+def targets_refuse_to_compute() -> None:
+    model = FSDP(Curious(5, 2))
+    model.load_state_dict(model.state_dict())
+    assert model.module.found == "LoadTarget('weight', shape=(2, 5), dtype=torch.float32)"
+
+
+def test_a_module_that_computes_with_a_weight_during_a_load_hears_why_it_cannot():
     run_ranks(1, targets_refuse_to_compute)
+
+
+def hooks_see_what_was_loaded(around: bool) -> None:
+    """Hooks for afterwards find the new values, on every module, also in a model around units."""
+    inner, seen = nested(seeded()), []
+    model = nn.ModuleDict({"inner": inner}) if around else inner
+
+    def look(module: nn.Module, keys: tuple) -> None:
+        with inner.summon_full_params(writeback=False):
+            seen.append(inner.head.weight.clone())
+
+    for part in (inner, inner.head, inner.layers[1], inner.layers[1].linear):
+        part.register_load_state_dict_post_hook(look)
+    prefix = "inner." if around else ""
+    model.load_state_dict({prefix + name: value for name, value in other_state().items()})
+    assert len(seen) == 4
+    assert all(torch.equal(weight, other_state()["head.weight"]) for weight in seen)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_hooks_for_afterwards_run_when_values_are_written(around):
+    run_ranks(2, hooks_see_what_was_loaded, around)
+
+
+def put_back(use_orig_params: bool, summoned: bool) -> None:
+    """A hook that raises after everything was written undoes it, to the last bit."""
+    model, plain = nested(seeded(), use_orig_params=use_orig_params), seeded()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    model.register_load_state_dict_post_hook(fail)
+    around = model.summon_full_params() if summoned else nullcontext()
+    with around, pytest.raises(ZeroDivisionError):
+        model.load_state_dict(other_state())
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert_sharded(model)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("summoned", [False, True])
+def test_a_hook_that_raises_afterwards_has_everything_put_back(use_orig_params, summoned):
+    run_ranks(2, put_back, use_orig_params, summoned)
 
 
 def frozen_and_half() -> None:
