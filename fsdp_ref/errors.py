@@ -322,3 +322,9 @@ class ConsolidationError(FSDPError, RuntimeError):
     """Files or dicts that were to be put together are incomplete, mixed up, or not understood."""
 
     code = "FSDP408"
+
+
+class LocalOptimizerStateWarning(FSDPWarning):
+    """`optimizer.state_dict()` was called, which has what this rank holds and no more."""
+
+    code = "FSDP409"

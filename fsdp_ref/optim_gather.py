@@ -22,6 +22,7 @@ from fsdp_ref.errors import OptimizerStateError
 from fsdp_ref.exact import gather_shards, record_gather
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.optim_keys import Entry
+from fsdp_ref.optimizer_watch import own_pieces
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.unit import Unit
 
@@ -35,10 +36,7 @@ a word, `["object", type]` for anything else."""
 
 
 def own_values(entry: Entry, state: State) -> dict[str, Any]:
-    """Return this rank's state of one parameter, whole tensors cut to its piece. Local.
-
-    An optimizer that had made steps before its model was wrapped keeps state of whole weights.
-    Every rank has all of it, so each can cut out what is its own.
+    """Return this rank's state of one parameter, that of whole weights cut to its piece. Local.
 
     Args:
         entry: The parameter.
@@ -53,31 +51,8 @@ def own_values(entry: Entry, state: State) -> dict[str, Any]:
     values = dict(state.get(entry.key, {}))
     if entry.flat_param is None:
         return values
-    numel = entry.piece(entry.flat_param.data).numel()
-    slot = entry.flat_param._layout.slots[entry.slots[0]]
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == (numel,):
-            continue
-        if len(entry.slots) == 1 and tuple(value.shape) == slot.shape:
-            values[name] = cut_whole_state(value, entry)
-            continue
-        raise OptimizerStateError.at(
-            f"optimizer state of '{entry.names[0]}'",
-            expected=f"one element per element of its shard, ({numel},), or a scalar",
-            found=f"'{name}' of shape {tuple(value.shape)}",
-            fix="State that describes a weight as a whole cannot be put together from shards.",
-        )
-    return values
-
-
-def cut_whole_state(value: Tensor, entry: Entry) -> Tensor:
-    """Return the part of a whole weight's state that belongs to this rank's piece. Local."""
-    if entry.flat_param is None:
-        return value
-    layout = entry.flat_param._layout
-    slot = layout.slots[entry.slots[0]]
-    inner, _, numel = layout.overlap(slot, entry.flat_param._group.rank)
-    return value.reshape(-1)[inner : inner + numel].clone()
+    whole = entry.parameter is entry.flat_param
+    return own_pieces(values, entry.flat_param, None if whole else entry.slots[0])
 
 
 # Who has what

@@ -48,6 +48,7 @@ class Names:
         of_others: The names of parameters that lie in no unit.
         stored: From every name of the plain model, also further ones of tied weights, and from
             every stored name, to the stored one.
+        plain_order: The stored names in the order of the plain model's `named_parameters()`.
     """
 
     def __init__(self, model: nn.Module, *, of_files: bool = True) -> None:
@@ -58,30 +59,43 @@ class Names:
             of_files: Use the names of files that all ranks of the world write together, and not
                 those of a dict that belongs to this model alone.
         """
-        parts = UnitModule.fsdp_modules(model)
-        self._ranks = None if of_files or not parts else parts[0]._unit.placement.size
+        self._of_files = of_files
         self.units: list[Unit] = []
         self.of_slots: dict[FlatParameter, list[str]] = {}
         self.of_others: dict[nn.Parameter, str] = {}
         self.stored: dict[str, str] = {}
         for prefix, part in model.named_modules():
             if isinstance(part, UnitModule):
-                self._add(part._unit, plain_name(f"{prefix}." if prefix else ""))
+                ranks = part._root()._unit.placement.size
+                self._add(part._unit, plain_name(f"{prefix}." if prefix else ""), ranks)
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, FlatParameter) and shown_by(parameter) is None:
                 self.of_others[parameter] = plain_name(name)
                 self.stored[plain_name(name)] = plain_name(name)
+        self.plain_order = list(self._in_order(model))
 
-    def _add(self, unit: Unit, prefix: str) -> None:
+    def _add(self, unit: Unit, prefix: str, model_ranks: int) -> None:
+        alone = not self._of_files and unit.placement.size == model_ranks
         self.units.append(unit)
         for flat_param in unit.flat_params:
             self.of_slots[flat_param] = []
             for original in flat_param._originals:
                 names = [plain_name(prefix + name) for _, _, name in original.places]
                 in_files = stored_name(names[0], unit.placement)
-                key = names[0] if unit.placement.size == self._ranks else in_files
+                key = names[0] if alone else in_files
                 self.of_slots[flat_param].append(key)
                 self.stored.update(dict.fromkeys([*names, in_files], key))
+
+    def _in_order(self, model: nn.Module) -> dict[str, None]:
+        orders = {m: order for u in self.units for m, order in u.registered._order.items()}
+        found: dict[str, None] = {}
+        for prefix, module in model.named_modules():
+            attributes = [] if isinstance(module, UnitModule) else list(module._parameters)
+            for attribute in orders.get(module, attributes):
+                name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
+                if name in self.stored:  # further names of tied weights lead to the first
+                    found[self.stored[name]] = None
+        return found
 
     def frozen(self) -> set[str]:
         """Return the stored names of weights that are not trained now."""
@@ -129,7 +143,7 @@ class Entry:
 
 
 def entries_of(
-    groups: Groups, names: Names, keys: Mapping[nn.Parameter, str] | None
+    groups: Groups, names: Names, keys: Mapping[nn.Parameter, str] | None = None
 ) -> list[Entry]:
     """Return what an optimizer holds, in its own order. Local.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,25 +20,11 @@ from fsdp_ref.agreement import exchange_through
 from fsdp_ref.collectives import broadcast
 from fsdp_ref.errors import OptimizerStateError
 from fsdp_ref.optim_keys import Entry, Names, regroup
+from fsdp_ref.optim_words import Whole, decoded, encoded
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.row_shards import whole
 
 _MOST_NAMES_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A value with one element per element of a weight, to be had when it is its turn.
-
-    Attributes:
-        shape: Its whole shape.
-        dtype: Its dtype.
-        fetch: Returns it; collective where it is not on this rank already.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    fetch: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,12 +55,38 @@ def saved_here(optim_state_dict: Mapping[str, Any], names: Names) -> Saved:
     Raises:
         OptimizerStateError: If it is no optimizer state dict by name.
     """
+    optim_state_dict = with_own_names(optim_state_dict)
     refuse_keys(optim_state_dict)
     wholes = {
         name: {n: _lazy(value) for n, value in values.items()}
         for name, values in optim_state_dict["state"].items()
     }
     return _by_stored_name(wholes, optim_state_dict["param_groups"], names)
+
+
+def with_own_names(optim_state_dict: Any) -> Any:
+    """Translate numbers where the optimizer that wrote them knew its parameters' names. Local.
+
+    Torch's optimizers do if they were built from `named_parameters()`.
+
+    Args:
+        optim_state_dict: Anything.
+
+    Returns:
+        State by name if that is possible, otherwise what was given.
+    """
+    groups = optim_state_dict.get("param_groups") if isinstance(optim_state_dict, Mapping) else None
+    if not groups or not all("param_names" in group for group in groups):
+        return optim_state_dict
+    names = {
+        key: name
+        for group in groups
+        for key, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    return {
+        "state": {names.get(key, key): values for key, values in optim_state_dict["state"].items()},
+        "param_groups": [{**group, "params": list(group["param_names"])} for group in groups],
+    }
 
 
 def refuse_keys(optim_state_dict: Any) -> None:
@@ -153,13 +165,13 @@ def saved_on_first(
     given: Mapping[str, Any] = {}
     text = ""
     if all(group.rank == 0 for group in groups):
-        given = {} if optim_state_dict is None else optim_state_dict
+        given = with_own_names({} if optim_state_dict is None else optim_state_dict)
         text = _told(given)
     heard = exchange_through("optimizer state to load", text, [group.ranks for group in groups])
     told = json.loads(next(text for text in heard.values() if text))
     if "error" in told:
         raise OptimizerStateError(told["error"])
-    read = _decoded(told["told"])
+    read = decoded(told["told"])
     state = {
         name: {
             n: value
@@ -176,42 +188,9 @@ def _told(optim_state_dict: Mapping[str, Any]) -> str:
     """Put a dict into words, or say what is wrong with it."""
     try:
         refuse_keys(optim_state_dict)
-        return json.dumps({"told": _encoded(optim_state_dict)})
+        return json.dumps({"told": encoded(optim_state_dict)})
     except OptimizerStateError as error:
         return json.dumps({"error": str(error)})
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {"d": {key: _encoded(one) for key, one in value.items()}}
-    if isinstance(value, (tuple, list)):
-        return {"t" if isinstance(value, tuple) else "l": [_encoded(one) for one in value]}
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"w": [*value.shape], "y": dtype} if value.dim() else {"s": value.item(), "y": dtype}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise OptimizerStateError.at(
-        "optimizer state to load",
-        expected="tensors, numbers and words, which can be told to other ranks",
-        found=f"a {type(value).__name__}",
-        fix="Give every rank the dict, and leave out rank0_only.",
-    )
-
-
-def _decoded(told: Any) -> Any:
-    if not isinstance(told, dict):
-        return told
-    if "d" in told:
-        return {key: _decoded(one) for key, one in told["d"].items()}
-    if "t" in told:
-        return tuple(map(_decoded, told["t"]))
-    if "l" in told:
-        return list(map(_decoded, told["l"]))
-    dtype = getattr(torch, told["y"])
-    if "s" in told:
-        return torch.tensor(told["s"], dtype=dtype)
-    return Whole(tuple(told["w"]), dtype, lambda: torch.empty(0))
 
 
 def _from_first(value: Whole, mine: Tensor | None, groups: Sequence[RankGroup]) -> Whole:

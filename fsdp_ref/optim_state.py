@@ -26,17 +26,37 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from fsdp_ref.errors import OptimizerStateError
+from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.full_params import is_first
+from fsdp_ref.naming import WRAPPED
 from fsdp_ref.optim_gather import Part, agreed_parts, gathered
-from fsdp_ref.optim_keys import Entry, Names, entries_of, groups_of, own_keys, registered_keys
+from fsdp_ref.optim_keys import (
+    Entry,
+    Groups,
+    Names,
+    entries_of,
+    groups_of,
+    own_keys,
+    registered_keys,
+)
 from fsdp_ref.optim_load import saved_here, saved_on_first, to_optimizer
-from fsdp_ref.row_shards import cut
+from fsdp_ref.optim_versions import bring_together
+from fsdp_ref.optimizer_watch import (
+    is_understood,
+    local_state_understood,
+    own_pieces,
+    speaking_for_all,
+)
+from fsdp_ref.row_shards import cut, whole
+from fsdp_ref.state_dict_types import export_of
 from fsdp_ref.unit import Unit
 from fsdp_ref.unit_module import UnitModule
 
@@ -91,7 +111,7 @@ class OptimizerStateAccess(UnitModule):
             OptimizerBeforeWrappingError: If the optimizer was built before the model was wrapped.
             SilentRanksError: If a rank does not take part within the time limit.
         """
-        return _export(model, optim, optim_state_dict, form_of(model))
+        return export_state(model, optim, optim_state_dict, form_of(model))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -131,15 +151,21 @@ class OptimizerStateAccess(UnitModule):
         else:
             groups = groups_of(model, optim)
             keys = registered_keys(model, groups) if is_named_optimizer else None
-            result = _import(model, groups, optim_state_dict, form, keys)
+            result = cut_state(model, groups, optim_state_dict, form, keys)
         if load_directly:
             optim.load_state_dict(result)
         return result
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # What torch's checkpoint helpers ask to leave the wrapper out of names.
+        return {"": WRAPPED}
+
 
 def form_of(model: nn.Module) -> Form:
     """Return the form that `state_dict_type` has chosen for a model. Local."""
-    return Form()
+    export = export_of(model)
+    offload = export.optim_offload_to_cpu is not False
+    return Form(export.form.value, export.optim_rank0_only, offload)
 
 
 def set_up(model: nn.Module) -> list[Unit]:
@@ -153,40 +179,84 @@ def set_up(model: nn.Module) -> list[Unit]:
 # Out
 
 
-def _export(
+def export_state(
     model: nn.Module, optim: Optimizer, given: dict[str, Any] | None, form: Form
 ) -> dict[str, Any]:
-    own = optim.state_dict() if given is None else given
+    """Return an optimizer's state by name. Collective.
+
+    Args:
+        model: The model.
+        optim: Its optimizer.
+        given: The optimizer's own state dict, if it was asked for already.
+        form: Which form.
+    """
+    own = _own_state_dict(optim) if given is None else given
     if form.kind == "local":
         return copy.deepcopy(own)
     units = set_up(model)
     names = Names(model, of_files=form.kind == "sharded")
     groups = groups_of(model, optim)
     entries = entries_of(groups, names, own_keys(model, groups, own))
-    parts = agreed_parts(entries, names.units, own["state"])
-    state = _whole_state(parts, names.units, form)
-    if form.rank0_only and units and not is_first(units[0]):
-        return {}
-    return {"state": state, "param_groups": _groups_by_name(own["param_groups"], entries)}
+    parts = agreed_parts(entries, units, own["state"])
+    state = whole_state(parts, units, form)
+    by_name = _groups_by_name(own["param_groups"], entries)
+    if form.kind == "full":
+        for root, inside in _models(model):
+            bring_together(state, by_name, entries, inside, root)
+        if form.rank0_only and units and not is_first(units[0]):
+            return {}
+    return {"state": state, "param_groups": by_name}
 
 
-def _whole_state(
+def _own_state_dict(optim: Optimizer) -> dict[str, Any]:
+    with local_state_understood():
+        own: dict[str, Any] = optim.state_dict()
+    return own
+
+
+def _models(model: nn.Module) -> list[tuple[Unit, list[Unit]]]:
+    """Return each outermost unit in a model, with all units in it."""
+    found: dict[UnitModule, list[Unit]] = {}
+    for part in UnitModule.fsdp_modules(model):
+        found.setdefault(part._root(), []).append(part._unit)
+    return [(root._unit, units) for root, units in found.items()]
+
+
+def whole_state(
     parts: Sequence[Part], units: Sequence[Unit], form: Form
 ) -> dict[str, dict[str, Any]]:
+    """Return the state of weights by stored name, whole or cut by rows. Collective.
+
+    Args:
+        parts: What `agreed_parts` has returned.
+        units: The model's units, in the same order on all ranks.
+        form: Which form; not the local one.
+
+    Returns:
+        By name of the weight, then of the value; on ranks that get nothing, scalars only.
+    """
     state: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name in part.entry.names:
-            constants = {
-                n: part.constant(n) for n, spec in part.specs.items() if spec[0] != "shard"
-            }
             # In the order of the optimizer's own; what is gathered comes in later.
-            state[name] = {n: copy.deepcopy(constants.get(n)) for n in part.specs}
+            state[name] = {
+                n: None if spec[0] == "shard" else copied(part.constant(n), form)
+                for n, spec in part.specs.items()
+            }
     first_only = form.rank0_only and form.kind == "full"
     for unit, stored, name, full in gathered(parts, units, first_only=first_only):
-        value = full.cpu() if form.offload_to_cpu else full
-        sharded = form.kind == "sharded"
-        state[stored][name] = cut(value, unit.placement) if sharded else value.clone()
+        if form.kind == "sharded":
+            state[stored][name] = cut(full.cpu() if form.offload_to_cpu else full, unit.placement)
+        else:
+            state[stored][name] = copied(full, form)
     return state
+
+
+def copied(value: Any, form: Form) -> Any:
+    """Return a value in memory of its own, on the CPU if that is asked for."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to("cpu" if form.offload_to_cpu else value.device, copy=True)
 
 
 def _groups_by_name(
@@ -203,13 +273,22 @@ def _groups_by_name(
 # In
 
 
-def _import(
+def cut_state(
     model: nn.Module,
-    groups: Sequence[Sequence[nn.Parameter]],
+    groups: Groups,
     given: Mapping[str, Any] | None,
     form: Form,
     keys: Mapping[nn.Parameter, str] | None = None,
 ) -> dict[str, Any]:
+    """Return what an optimizer of these parameters loads. Collective as far as it fetches.
+
+    Args:
+        model: The model.
+        groups: The optimizer's parameters.
+        given: State by name.
+        form: Whether all ranks have it.
+        keys: The optimizer's keys, if they are not numbers.
+    """
     units = set_up(model)
     names = Names(model, of_files=False)
     entries = entries_of(groups, names, keys)
@@ -218,3 +297,69 @@ def _import(
     else:
         saved = saved_here({} if given is None else given, names)
     return to_optimizer(saved, entries, names)
+
+
+# Torch's own helpers
+
+
+def attach(model: nn.Module, optimizer: Optimizer) -> None:
+    """Let an optimizer's own state dict be sharded, for torch's checkpoint helpers. Not collective.
+
+    Torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` do not know this package:
+    they take what `optimizer.state_dict()` returns. It has this rank's pieces, as tensors that
+    `torch.distributed.checkpoint` takes to be equal on all ranks. Once attached, it returns a
+    `DTensor` for each whole weight's state, and `load_state_dict` understands those, whole tensors
+    and this rank's pieces. Both are collective from then on.
+
+    Args:
+        model: A model that was wrapped with `use_orig_params=True`.
+        optimizer: An optimizer of its parameters.
+
+    Raises:
+        OptimizerStateError: If it holds flat parameters, which torch's helpers cannot name.
+    """
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(parameter, FlatParameter):
+            raise OptimizerStateError.at(
+                "attach",
+                expected="an optimizer of original parameters, which have names",
+                found=f"flat parameters, such as that of {parameter._layout.slots[0].name}",
+                fix="Wrap with use_orig_params=True, or use FullyShardedDataParallel."
+                "optim_state_dict, which names what is in them.",
+            )
+    if optimizer not in speaking_for_all:
+        speaking_for_all.add(optimizer)
+        optimizer.register_state_dict_post_hook(partial(_sharded_instead, model))
+        optimizer.register_load_state_dict_pre_hook(partial(_pieces_instead, model))
+
+
+def _sharded_instead(
+    model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any] | None:
+    """What torch calls after `optimizer.state_dict()`."""
+    if is_understood():
+        return None
+    units, names = set_up(model), Names(model)
+    entries = entries_of(groups_of(model, optimizer), names)
+    parts = agreed_parts(entries, units, state_dict["state"])
+    by_name = whole_state(parts, units, Form("sharded", offload_to_cpu=False))
+    state = {part.entry.key: by_name[part.entry.names[0]] for part in parts}
+    return {**state_dict, "state": state}
+
+
+def _pieces_instead(
+    model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """What torch calls before `optimizer.load_state_dict()`; parameters are paired by position."""
+    entries = entries_of(groups_of(model, optimizer), Names(model))
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    state = dict(state_dict["state"])
+    for key, entry in zip(keys, entries, strict=False):
+        values = {
+            n: whole(v) if isinstance(v, Tensor) else v for n, v in state.get(key, {}).items()
+        }
+        if values and entry.flat_param is not None:
+            values = own_pieces(values, entry.flat_param, entry.slots[0])
+        if values:
+            state[key] = copy.deepcopy(values)
+    return {**state_dict, "state": state}
