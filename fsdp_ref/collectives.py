@@ -89,9 +89,24 @@ def bytes_per_gather(shard_numel: int, dtype: torch.dtype, group: RankGroup) -> 
     return (group.size - 1) * shard_numel * dtype.itemsize
 
 
-def _point_to_point(tensor: Tensor) -> bool:
+def _point_to_point(device: torch.device) -> bool:
     # Not a question of the group: one group may use gloo for CPU tensors and NCCL for others.
-    return tensor.device.type == "cpu"
+    return device.type == "cpu"
+
+
+def pairs_by_order(device: torch.device) -> bool:
+    """Return whether nothing but their order tells the messages of a group apart.
+
+    Such a backend pairs a rank's first collective with the first of every other rank, whatever
+    they are. Gathers and reductions then need a group each, since ranks differ in their order.
+
+    Args:
+        device: Where the tensors are that are sent.
+
+    Returns:
+        `False` on the CPU, where messages carry tags.
+    """
+    return not _point_to_point(device)
 
 
 def _exchange(
@@ -124,7 +139,7 @@ def start_all_gather(full: Tensor, shard: Tensor, group: RankGroup, tag: int) ->
     if group.size == 1 or shard.numel() == 0:
         rows[group.rank].copy_(shard)
         return PendingGather()
-    if not _point_to_point(shard):
+    if not _point_to_point(shard.device):
         work = dist.all_gather_single(full, shard, group=group.live, async_op=True)
         return PendingGather([work])
     rows[group.rank].copy_(shard)
@@ -179,9 +194,10 @@ def start_reduce_scatter(gradient: Tensor, group: RankGroup, tag: int) -> Pendin
     mine = rows[group.rank]
     if group.size == 1 or mine.numel() == 0:
         return PendingReduction([mine])
-    if not _point_to_point(mine):
+    if not _point_to_point(mine.device):
         total = torch.empty_like(mine)
-        work = dist.reduce_scatter_single(total, gradient, group=group.live, async_op=True)
+        on = group.live_for_reductions
+        work = dist.reduce_scatter_single(total, gradient, group=on, async_op=True)
         return PendingReduction([total], [work], gradient)
     pieces = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
     return PendingReduction(pieces, _exchange(rows, pieces, group, tag), gradient)
@@ -203,7 +219,7 @@ def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> lis
     if group.size == 1 or mine.numel() == 0:
         return [mine]
     versions = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
-    if _point_to_point(mine):
+    if _point_to_point(mine.device):
         for work in _exchange(rows, versions, group, tag):
             work.wait()
         return versions
@@ -232,7 +248,7 @@ def start_gather(
         rows[group.rank].copy_(shard)
     if group.size == 1 or shard.numel() == 0:
         return PendingGather()
-    if not _point_to_point(shard):
+    if not _point_to_point(shard.device):
         work = dist.gather(shard, rows, group=group.live, group_dst=receiver, async_op=True)
         return PendingGather([work])
     if rows is None:
@@ -258,7 +274,7 @@ def scatter(full: Tensor | None, mine: Tensor, group: RankGroup, sender: int, ta
         mine.copy_(rows[group.rank])
     if group.size == 1 or mine.numel() == 0:
         return
-    if not _point_to_point(mine):
+    if not _point_to_point(mine.device):
         dist.scatter(mine, rows, group=group.live, group_src=sender)
         return
     if rows is None:
@@ -286,6 +302,21 @@ def record_all_reduce(call: str, values: Tensor, groups: Sequence[RankGroup]) ->
         sent = bytes_per_all_reduce(values, group)
         record(call, "idle", "all-reduce",
                bytes_on_wire=sent, group=group.ranks, dtype=values.dtype)  # fmt: skip
+
+
+def add_up_gradients(shard: Tensor, group: RankGroup) -> Tensor:
+    """Add up a reduced gradient shard over the copies of a unit, in place, and return it.
+
+    Args:
+        shard: This rank's shard, ``(shard_numel,)``, summed over the ranks of its copy.
+        group: The ranks that hold the same shard of each copy.
+
+    Returns:
+        ``shard``, summed over all copies.
+    """
+    if group.size > 1:
+        dist.all_reduce(shard, op=dist.ReduceOp.SUM, group=group.live_for_reductions)
+    return shard
 
 
 def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, groups: Sequence[RankGroup]) -> Tensor:

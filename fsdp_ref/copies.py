@@ -6,11 +6,10 @@ hold the same shard of different copies form a group of their own, the replicate
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ref.collectives import (
-    all_reduce,
+    add_up_gradients,
     bytes_per_all_reduce,
     bytes_per_gather,
     start_all_gather,
@@ -27,7 +26,7 @@ def add_up_over_copies(unit: Unit, shard: Tensor) -> Tensor:
     sent = bytes_per_all_reduce(shard, replicate)
     record(unit.name, unit.phase.value, "all-reduce",
            bytes_on_wire=sent, group=replicate.ranks, dtype=shard.dtype)  # fmt: skip
-    return all_reduce(shard, dist.ReduceOp.SUM, [replicate])
+    return add_up_gradients(shard, replicate)
 
 
 def versions_of_copies(unit: Unit, mine: Tensor, tag: int) -> list[Tensor]:

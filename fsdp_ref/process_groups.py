@@ -26,10 +26,13 @@ Tip: A dense layer in a group smaller than the world drifts, and nothing stops i
 - A `ProcessGroup` that this rank is a member of.
 - A list of global ranks, this one among them. Each rank names its own group, so ranks 2 and
   3 say `[2, 3]` where ranks 0 and 1 say `[0, 1]`. The order in the list does not matter.
+- A list of such lists, the same on every rank, in which each rank is once: `[[0, 1], [2, 3]]`.
+  The lists may be of unequal length.
+- A `DeviceMesh` of one dimension.
 - A word, in either case. A word is the same on every rank, which makes it the easiest to
   get right.
-- A pair of these, for [strategies][fsdp_ref.strategies] that cut within one group and copy
-  across another.
+- A pair of these, or a mesh of two dimensions, for [strategies][fsdp_ref.strategies] that cut
+  within one group and copy across another.
 
 These are the words:
 
@@ -71,8 +74,11 @@ and makes nothing. When the outermost unit is set up, the ranks compare what all
 asked for, and then make the union of it in one order. Equal sets of ranks share one group,
 however they were spelt.
 
-If the ranks do not fit together, all of them get an error that names the unit's position and
-the ranks. Without the comparison they would wait for each other.
+On a GPU each set of ranks gets a second group, for the reductions. NCCL pairs what two ranks
+issue by its order alone, and ranks may issue a gather and a reduction in different orders.
+
+If the ranks do not fit together, all of them get an error that names the unit and the ranks.
+Without the comparison they would wait for each other.
 
 # Pitfalls
 
@@ -89,17 +95,16 @@ the ranks. Without the comparison they would wait for each other.
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref import agreement
+from fsdp_ref import agreement, rank_words
 from fsdp_ref.errors import (
     GroupMembershipError,
     GroupWordError,
@@ -107,20 +112,32 @@ from fsdp_ref.errors import (
     this_rank,
 )
 from fsdp_ref.rank_group import RankGroup
-
-_WORDS = "'self', 'node', 'local_rank_across_nodes', 'setK' or 'modK' with a number K"
-
-# Ranks to group, for each default group; weak, so that destroying it drops its groups.
-_caches: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+from fsdp_ref.rank_words import read_ranks, spell_lists, spell_ranks
 
 
-def rank_lists(word: str, world_size: int, local_world_size: int | None = None) -> list[list[int]]:
+class _Key(NamedTuple):
+    """What a live group is kept under; a set of ranks may have two."""
+
+    ranks: tuple[int, ...]
+    for_reductions: bool
+
+
+# For each default group; weak, so that destroying it drops its groups. They must not refer to it.
+_caches: WeakKeyDictionary[ProcessGroup, dict[_Key, ProcessGroup]] = WeakKeyDictionary()
+
+
+def rank_lists(
+    word: str | Sequence[Sequence[int]],
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+) -> list[list[int]]:
     """Return the groups that a word means, as lists of global ranks. Pure arithmetic.
 
     Args:
         word: `'self'`, `'node'`, `'local_rank_across_nodes'`, `'setK'` or `'modK'`, in either
-            case.
-        world_size: Number of ranks.
+            case; or the lists themselves, to have them checked.
+        world_size: Number of ranks; by default that of the default process group or, before
+            there is one, what `torchrun` wrote into the environment.
         local_world_size: Number of ranks on each host; by default what `torchrun` wrote into
             the environment. Only `'node'` and `'local_rank_across_nodes'` read it.
 
@@ -128,8 +145,8 @@ def rank_lists(word: str, world_size: int, local_world_size: int | None = None) 
         The groups in order of their lowest rank; each rank is in exactly one.
 
     Raises:
-        GroupWordError: If the word is unknown, its number does not divide the world size, or
-            the local world size is needed and unknown.
+        GroupWordError: If the word is unknown, its number does not divide the world size, or a
+            size is needed and unknown; or if lists leave out a rank, or name one twice.
 
     Examples:
         >>> rank_lists("set2", world_size=4)
@@ -138,73 +155,47 @@ def rank_lists(word: str, world_size: int, local_world_size: int | None = None) 
         [[0, 2], [1, 3]]
         >>> rank_lists("NODE", world_size=4, local_world_size=2)
         [[0, 1], [2, 3]]
+        >>> rank_lists([[3, 1, 0], [2]], world_size=4)
+        [[0, 1, 3], [2]]
     """
-    kind, number = _parse(word, local_world_size)
-    if number < 1 or world_size < 1 or world_size % number:
+    where = f"process_group={word!r}"
+    if world_size is None:
+        world_size = _known_world_size(where)
+    if world_size is None:
         raise GroupWordError.at(
-            f"process_group={word!r}",
-            expected=f"a number that divides the world size {world_size}",
-            found=str(number),
-            fix=f"Divisors are {', '.join(map(str, _divisors(world_size)))}."
-            if world_size > 0
-            else "The world has at least one rank.",
+            where,
+            expected="the number of ranks",
+            found="neither a process group nor WORLD_SIZE in the environment",
+            fix="Give world_size.",
         )
-    if kind == "set":
-        return [list(range(at, at + number)) for at in range(0, world_size, number)]
-    return [list(range(at, world_size, number)) for at in range(number)]
+    if isinstance(word, str):
+        return rank_words.word_lists(word, world_size, local_world_size)
+    return rank_words.checked_lists(word, world_size, where)
 
 
-def _parse(word: str, local_world_size: int | None) -> tuple[str, int]:
-    """Reduce every word to one of two kinds, and its number."""
-    lower = word.lower()
-    if lower == "self":
-        return "set", 1
-    if lower == "node":
-        return "set", _local_world_size(word, local_world_size)
-    if lower == "local_rank_across_nodes":
-        return "mod", _local_world_size(word, local_world_size)
-    match = re.fullmatch(r"(set|mod)([0-9]+)", lower)
-    if match is None:
-        raise GroupWordError.at(
-            f"process_group={word!r}",
-            expected=_WORDS,
-            found=repr(word),
-            fix="A list of ranks or a ProcessGroup is possible as well.",
-        )
-    return match[1], int(match[2])
+def _known_world_size(where: str) -> int | None:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return rank_words.from_environment("WORLD_SIZE", where)
 
 
-def _local_world_size(word: str, given: int | None) -> int:
-    if given is not None:
-        return given
-    from_launcher = os.environ.get("LOCAL_WORLD_SIZE")
-    if from_launcher is None:
-        raise GroupWordError.at(
-            f"process_group={word!r}",
-            expected="the number of ranks on each host",
-            found="no LOCAL_WORLD_SIZE in the environment",
-            fix="Start with torchrun, set the variable, or use 'setK' or 'modK'.",
-        )
-    return int(from_launcher)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def table(word: str, world_size: int, local_world_size: int | None = None) -> str:
+def table(
+    word: str | Sequence[Any], world_size: int | None = None, local_world_size: int | None = None
+) -> str:
     """Return a printable table of the groups that a word means. Needs no processes.
 
     Args:
-        word: The word, as in [rank_lists][fsdp_ref.process_groups.rank_lists].
-        world_size: Number of ranks.
+        word: The word or the lists, as in [rank_lists][fsdp_ref.process_groups.rank_lists]; or a
+            pair of such, the groups that share a copy and the groups that hold the others.
+        world_size: Number of ranks; by default as in `rank_lists`.
         local_world_size: Number of ranks on each host; only some words need it.
 
     Returns:
         A heading and one line for each group.
 
     Raises:
-        GroupWordError: If the word does not make groups of this world.
+        GroupWordError: If the word does not make groups of this world, or if the two of a pair
+            are not the rows and columns of a grid.
 
     Examples:
         >>> print(table("local_rank_across_nodes", world_size=8, local_world_size=4))
@@ -213,17 +204,32 @@ def table(word: str, world_size: int, local_world_size: int | None = None) -> st
           1 5
           2 6
           3 7
+        >>> print(table(("set2", "mod2"), world_size=4))
+        cut within set2 on 4 ranks: 2 groups of 2
+          0 1
+          2 3
+        copied across mod2 on 4 ranks: 2 groups of 2
+          0 2
+          1 3
     """
-    groups = rank_lists(word, world_size, local_world_size)
-    count = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(groups[0])}"
+    if isinstance(word, str) or rank_words.is_lists(word) or len(word) != 2:
+        return _table_of(word, rank_lists(word, world_size, local_world_size))
+    shards, copies = (rank_lists(one, world_size, local_world_size) for one in word)
+    rank_words.refuse_no_grid(shards, copies, f"process_group={word!r}")
+    return f"cut within {_table_of(word[0], shards)}\ncopied across {_table_of(word[1], copies)}"
+
+
+def _table_of(word: str | Sequence[Any], groups: list[list[int]]) -> str:
+    sizes, world_size = [len(ranks) for ranks in groups], sum(map(len, groups))
+    size = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+    count = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {size}"
+    heading = f"{word if isinstance(word, str) else 'lists'} on {world_size} rank"
     rows = ["  " + " ".join(map(str, ranks)) for ranks in groups]
-    return "\n".join(
-        [f"{word} on {world_size} rank{'s' if world_size > 1 else ''}: {count}", *rows]
-    )
+    return "\n".join([f"{heading}{'s' if world_size > 1 else ''}: {count}", *rows])
 
 
 def resolve(
-    process_group: ProcessGroup | str | Sequence[int] | None,
+    process_group: ProcessGroup | DeviceMesh | str | Sequence[Any] | None,
     *,
     where: str,
     world_size: int | None = None,
@@ -232,41 +238,61 @@ def resolve(
     """Turn a `process_group` argument into the ranks it means. Local: nothing is created.
 
     Args:
-        process_group: `None` for all ranks, a live group, a word, or a list of global ranks.
+        process_group: `None` for all ranks, a live group, a mesh of one dimension, a word, a
+            list of global ranks with this one among them, or a list of such lists in which
+            each rank is once.
         where: Who asks, for messages, such as ``"unit 'layers.0'"``.
-        world_size: Number of ranks; by default that of the default process group.
+        world_size: Number of ranks; by default that of the default process group, or as
+            `torchrun` says.
         local_world_size: Number of ranks on each host; by default as `torchrun` says.
 
     Returns:
-        The ranks and this rank's place among them. Its group is live already for `None` and
-        for a `ProcessGroup`, and otherwise once [create][fsdp_ref.process_groups.create] ran.
+        The ranks and this rank's place among them. Its group is live already for `None`, a
+        `ProcessGroup` and a mesh, and otherwise once [create][fsdp_ref.process_groups.create]
+        ran.
 
     Raises:
         GroupMembershipError: If this rank is not in the group, or if no process group exists
             that could tell the number of ranks.
-        GroupWordError: If the word is unknown or does not divide the world, or if a list names
-            ranks twice or ranks that do not exist.
+        GroupWordError: If the word is unknown or does not divide the world, or if lists name
+            ranks twice or ranks that do not exist, or leave out ranks.
 
     Examples:
         >>> resolve("set2", where="unit 'expert'", world_size=4).ranks
         (0, 1)
+        >>> resolve([[1, 2], [3, 0]], where="unit 'expert'", world_size=4).ranks
+        (0, 3)
     """
     if process_group is None:
         return _everyone(where)
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise GroupWordError.at(
+                where,
+                expected="a mesh of one dimension in this place",
+                found=f"{process_group.ndim} dimensions",
+                fix="Take a part of it, such as mesh['shard'].",
+            )
+        process_group = group_of_mesh(process_group, 0, where)
     if isinstance(process_group, ProcessGroup):
         return _of_live_group(process_group, where)
-    if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:  # new_group's outsiders
+    outsider: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to non-members
+    if process_group is outsider:
         raise _not_a_member("a group made without it", where)
     if world_size is None:
-        world_size = _everyone(where).size
+        world_size = _known_world_size(where) or _everyone(where).size
     asked = f"{where}, process_group={process_group!r}"
     if isinstance(process_group, str):
-        lists = rank_lists(process_group, world_size, local_world_size)
-        ranks = next((ranks for ranks in lists if this_rank() in ranks), [])
+        lists = rank_words.word_lists(process_group, world_size, local_world_size)
+    elif rank_words.is_lists(process_group):
+        lists = rank_words.checked_lists(process_group, world_size, asked)
+        asked = f"{where}, process_group=lists {spell_lists(lists)}"
     else:
-        ranks = _checked_list(process_group, world_size, asked)
-    if this_rank() not in ranks:
-        raise _not_a_member(f"the ranks {ranks}", where)
+        lists = [rank_words.checked_ranks(process_group, world_size, asked)]
+    ranks = next((ranks for ranks in lists if this_rank() in ranks), None)
+    if ranks is None:
+        named = lists[0] if len(lists) == 1 else spell_lists(lists)
+        raise _not_a_member(f"the ranks {named}", where)
     return RankGroup(tuple(ranks), ranks.index(this_rank()), asked=asked)
 
 
@@ -280,6 +306,25 @@ def _everyone(where: str) -> RankGroup:
         )
     world = distributed_c10d._get_default_group()
     return RankGroup(tuple(range(dist.get_world_size())), dist.get_rank(), world, asked=where)
+
+
+def group_of_mesh(mesh: DeviceMesh, dim: int, where: str) -> ProcessGroup:
+    """Return the live group that this rank has in one dimension of a mesh. Local.
+
+    Args:
+        mesh: The mesh.
+        dim: Which of its dimensions.
+        where: Who asks, for messages.
+
+    Returns:
+        The group.
+
+    Raises:
+        GroupMembershipError: If this rank is not in the mesh.
+    """
+    if mesh.get_coordinate() is None:
+        raise _not_a_member(f"a mesh of the ranks {mesh.mesh.flatten().tolist()}", where)
+    return mesh.get_group(dim)
 
 
 def _of_live_group(group: ProcessGroup, where: str) -> RankGroup:
@@ -301,25 +346,6 @@ def _of_live_group(group: ProcessGroup, where: str) -> RankGroup:
     )
 
 
-def _checked_list(process_group: Sequence[int], world_size: int, asked: str) -> list[int]:
-    ranks = list(process_group) if isinstance(process_group, Sequence) else []
-    if not ranks or not all(type(rank) is int for rank in ranks):
-        raise GroupWordError.at(
-            asked,
-            expected=f"a ProcessGroup, a list of ranks, {_WORDS}",
-            found=repr(process_group),
-            fix="Name this rank's own group only, as whole numbers.",
-        )
-    if len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= world_size:
-        raise GroupWordError.at(
-            asked,
-            expected=f"ranks from 0 to {world_size - 1}, each at most once",
-            found=repr(ranks),
-            fix="Ranks are global ranks, counted over all hosts.",
-        )
-    return sorted(ranks)
-
-
 def _not_a_member(group: str, where: str) -> GroupMembershipError:
     return GroupMembershipError.at(
         where,
@@ -335,7 +361,8 @@ def create(groups: Sequence[RankGroup], *, timeout: timedelta | None = None) -> 
     Collective over the default process group: every rank calls this, with as many groups, in
     the same order of units. It costs one exchange of texts through the store, and the start of
     each group that does not exist yet. Equal sets of ranks share one group; the set of all
-    ranks is the default group itself.
+    ranks is the default group itself. Units whose backend pairs messages by their order get a
+    second group for the reductions.
 
     Args:
         groups: One entry for each unit, in the order of units. Entries without a live group
@@ -344,68 +371,63 @@ def create(groups: Sequence[RankGroup], *, timeout: timedelta | None = None) -> 
             does.
 
     Raises:
-        RankDisagreementError: On every rank, if ranks have different numbers of units, or if
-            a rank is in a group for which the other members did not ask at the same position.
+        RankDisagreementError: On every rank, if ranks have different numbers of units, if a
+            rank is in a group for which the other members did not ask at the same position, or
+            if ranks that are to hold copies hold different shards.
         SilentRanksError: If a rank did not call this in time, naming it.
         GroupMembershipError: If there is no default process group.
     """
     world = _everyone("process_groups.create")
-    missing = {world.ranks}
+    missing: set[_Key] = set()
     if world.size > 1:
         requests = agreement.exchange(
             "process groups", _request(groups), world.ranks, timeout=timeout
         )
-        missing = _union(dict(enumerate(map(json.loads, requests))))
-    cache = _caches.setdefault(world.live, {world.ranks: world.live})
-    for ranks in sorted(missing - cache.keys()):
-        cache[ranks] = dist.new_group(ranks, timeout=agreement.time_limit())
+        missing = _union([[_Asked(*one) for one in json.loads(r)] for r in requests])
+    made = _caches.setdefault(world.live, {})
+    live = {**made, _Key(world.ranks, for_reductions=False): world.live}
+    for key in sorted(missing - live.keys()):
+        live[key] = made[key] = dist.new_group(key.ranks, timeout=agreement.time_limit())
     for group in groups:
         if group.process_group is None:
-            group.process_group = cache[group.ranks]
+            group.process_group = live[_Key(group.ranks, for_reductions=False)]
+        group.reductions = live.get(_Key(group.ranks, for_reductions=True))
+
+
+class _Asked(NamedTuple):
+    """What one rank says of one group."""
+
+    ranks: str  # spelt
+    name: str  # of a live group; two groups may have equal ranks
+    asked: str  # by whom and how, for messages
+    piece: str  # what all members hold, if that has to be the same
+    pairs_by_order: bool  # whether reductions need a group of their own
+
+    @property
+    def unit(self) -> str:
+        return self.asked.split(", process_group=")[0]
 
 
 def _request(groups: Sequence[RankGroup]) -> str:
-    """Describe this rank's groups: for each unit its ranks, its live group's name, who asked."""
-    return json.dumps([[_spell(group.ranks), _name(group), group.asked] for group in groups])
+    """Describe this rank's groups."""
+    asked = [
+        _Asked(
+            spell_ranks(group.ranks),
+            "" if group.process_group in (None, dist.group.WORLD) else str(group.live.group_name),
+            group.asked,
+            group.piece,
+            group.pairs_by_order,
+        )
+        for group in groups
+    ]
+    return json.dumps(asked)
 
 
-def _name(group: RankGroup) -> str:
-    """Name a live group that is not the default one; two groups may have equal ranks."""
-    if group.process_group in (None, dist.group.WORLD):
-        return ""
-    return str(group.live.group_name)
-
-
-def _spell(ranks: Sequence[int]) -> str:
-    """Spell ranks as short as a person would: runs instead of every rank of a large world.
-
-    >>> _spell([0, 1, 2, 3, 6])
-    '0-3,6'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] + 1 == rank:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-
-
-def _read(spelling: str) -> tuple[int, ...]:
-    """Undo `_spell`."""
-    ranks: list[int] = []
-    for run in spelling.split(","):
-        first, _, last = run.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1))
-    return tuple(ranks)
-
-
-def _union(requests: dict[int, list[list[str]]]) -> set[tuple[int, ...]]:
-    """Return the sets of ranks to be live, having checked that the requests fit together."""
-    if len({len(request) for request in requests.values()}) > 1:
+def _union(requests: Sequence[Sequence[_Asked]]) -> set[_Key]:
+    """Return the groups to be live, having checked that the requests of all ranks fit together."""
+    if len({len(request) for request in requests}) > 1:
         names = {
-            rank: "\n".join(asked.split(", process_group=")[0] for _, _, asked in request)
-            for rank, request in requests.items()
+            rank: "\n".join(one.unit for one in request) for rank, request in enumerate(requests)
         }
         raise RankDisagreementError.at(
             "process groups",
@@ -413,28 +435,41 @@ def _union(requests: dict[int, list[list[str]]]) -> set[tuple[int, ...]]:
             found=agreement.describe_differences(names),
             fix="Build and wrap the same model on every rank.",
         )
-    union: set[tuple[int, ...]] = set()
-    for at, _ in enumerate(requests[0]):
-        union |= _sets_of_one_unit({rank: request[at] for rank, request in requests.items()}, at)
+    union: set[_Key] = set()
+    for of_one_unit in zip(*requests, strict=True):
+        union |= _keys_of_one_unit(dict(enumerate(of_one_unit)))
     return union
 
 
-def _sets_of_one_unit(asked: dict[int, list[str]], at: int) -> set[tuple[int, ...]]:
-    """Check that all members of each set asked for just that set; return those to be made."""
+def _keys_of_one_unit(asked: dict[int, _Asked]) -> set[_Key]:
+    """Check that all members of each set asked for just that set; return what is to be made."""
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, (spelling, name, _) in asked.items():
-        members.setdefault((spelling, name), []).append(rank)
-    for (spelling, _), owners in members.items():
-        others = sorted(set(_read(spelling)) - set(owners))
-        if others:
-            found = "; ".join(
-                f"rank {rank} asking for ranks {asked[rank][0]} ({asked[rank][2]})"
+    for rank, one in asked.items():
+        members.setdefault((one.ranks, one.name), []).append(rank)
+    keys = set()
+    for (spelling, name), owners in members.items():
+        ranks, where = read_ranks(spelling), f"process groups: {asked[owners[0]].unit}"
+        if others := sorted(set(ranks) - set(owners)):
+            found = [
+                f"rank {rank} asking for ranks {asked[rank].ranks} ({asked[rank].asked})"
                 for rank in (owners[0], others[0])
-            )
+            ]
             raise RankDisagreementError.at(
-                f"process groups: unit number {at}",
+                where,
                 expected=f"all of ranks {spelling} to ask for this group",
-                found=found,
+                found="; ".join(found),
                 fix="Give the same word on every rank, or lists that do not overlap.",
             )
-    return {_read(spelling) for spelling, name in members if not name}
+        pieces = {rank: asked[rank].piece for rank in owners}
+        if len(set(pieces.values())) > 1:
+            raise RankDisagreementError.at(
+                where,
+                expected=f"ranks {spelling} to hold copies of one shard",
+                found=agreement.describe_differences(pieces),
+                fix="Give the ranks that share a copy in one order in every copy.",
+            )
+        if not name:
+            keys.add(_Key(ranks, for_reductions=False))
+        if len(ranks) > 1 and any(asked[rank].pairs_by_order for rank in owners):
+            keys.add(_Key(ranks, for_reductions=True))
+    return keys

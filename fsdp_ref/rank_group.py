@@ -7,7 +7,7 @@ more. The live `ProcessGroup` is needed only when tensors move, so it may come l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -24,6 +24,10 @@ class RankGroup:
         rank: This process's position in `ranks`.
         process_group: The live group, or `None` until `process_groups.create` has made it.
         asked: How the group was asked for, for messages, such as `"process_group='node'"`.
+        piece: What all of these ranks must hold alike, in words; empty if each holds its own.
+        pairs_by_order: Whether messages of a unit are told apart by their order alone, so that
+            gathers and reductions need a group each.
+        reductions: The second live group, for the reductions of such units.
 
     Examples:
         Half of four ranks, seen by global rank 3. No process is needed for this much.
@@ -37,14 +41,17 @@ class RankGroup:
     rank: int
     process_group: ProcessGroup | None = None
     asked: str = ""
+    piece: str = ""
+    pairs_by_order: bool = False
+    reductions: ProcessGroup | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the live group behind when pickled; it belongs to this process."""
-        return {**self.__dict__, "process_group": None}
+        """Leave the live groups behind when pickled; they belong to this process."""
+        return {**self.__dict__, "process_group": None, "reductions": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
-        """Share the live group with a copy."""
-        return RankGroup(self.ranks, self.rank, self.process_group, self.asked)
+        """Share the live groups with a copy."""
+        return replace(self)
 
     @property
     def size(self) -> int:
@@ -66,6 +73,18 @@ class RankGroup:
                 fix="Run the outermost unit first: it creates the groups of the whole tree.",
             )
         return self.process_group
+
+    @property
+    def live_for_reductions(self) -> ProcessGroup:
+        """The live process group on which gradients travel; local, it never creates one.
+
+        Not every rank issues a gather and a reduction in one order. On one group NCCL would
+        pair the one with the other.
+
+        Raises:
+            GroupNotCreatedError: If the group was not created yet.
+        """
+        return self.live if self.reductions is None else self.reductions
 
 
 @dataclass(eq=False)

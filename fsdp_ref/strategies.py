@@ -31,14 +31,13 @@ Tip: Keep weights whole after a forward if they fit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_ref import process_groups
+from fsdp_ref import process_groups, rank_words
 from fsdp_ref.errors import GroupWordError, StrategyError, this_rank
 from fsdp_ref.rank_group import Placement, RankGroup
 
@@ -93,7 +92,7 @@ def place(
         sharding_strategy: As for [strategy_name][fsdp_ref.strategies.strategy_name].
         process_group: As for [resolve][fsdp_ref.process_groups.resolve]; a hybrid strategy
             takes a pair of such, the ranks that share and the ranks that copy. `None` means
-            one host and, across hosts, the ranks of equal local rank.
+            one host and, across hosts, the ranks of equal local rank. A mesh works here too.
         device_mesh: In place of `process_group`: one dimension, or for hybrid strategies two,
             of which the first copies and the second shares.
         where: Who asks, for messages.
@@ -105,26 +104,37 @@ def place(
         StrategyError: If there is no such strategy, if mesh and group are both given, or if the
             number of groups does not fit the strategy.
         GroupMembershipError: If this rank is not in a group.
-        GroupWordError: If a word does not divide the world.
+        GroupWordError: If a word does not divide the world, or if the two groups of a pair
+            are not the rows and columns of a grid.
     """
     name = strategy_name(sharding_strategy, where)
-    asked: Any = process_group
-    if device_mesh is not None:
-        asked = _from_mesh(device_mesh, process_group, where)
+    if device_mesh is not None and process_group is not None:
+        raise StrategyError.at(
+            where, expected="a device mesh or a process group", found="both",
+            fix="Leave out process_group; the mesh says who takes part.",
+        )  # fmt: skip
+    asked: Any = process_group if device_mesh is None else device_mesh
+    if isinstance(asked, DeviceMesh):
+        asked = _of_mesh(asked, where)
     whole = name in _KEPT_WHOLE
     if name in _HYBRID:
         shard, replicate = _pair(asked, where)
-        return Placement(shard, replicate, reshard_after_forward=not whole)
-    if _is_pair(asked):
+        return _copies(shard, replicate, whole)
+    if _is_pair(asked) and not rank_words.is_lists(asked):
         raise StrategyError.at(
             where, expected=f"one group for {name}", found="a pair of groups",
             fix="Choose HYBRID_SHARD, which cuts within one and copies across the other.",
         )  # fmt: skip
     group = process_groups.resolve(asked, where=where)
     if name == "NO_SHARD":
-        alone = process_groups.resolve("self", where=where)
-        return Placement(alone, group, reshard_after_forward=False)
+        return _copies(process_groups.resolve("self", where=where), group, whole)
     return Placement(group, reshard_after_forward=not whole)
+
+
+def _copies(shard: RankGroup, replicate: RankGroup, whole: bool) -> Placement:
+    # Whoever is averaged with this rank has to hold the same piece of its own copy.
+    replicate.piece = f"shard {shard.rank} of {shard.size}"
+    return Placement(shard, replicate, reshard_after_forward=not whole)
 
 
 def _pair(asked: Any, where: str) -> tuple[RankGroup, RankGroup]:
@@ -142,31 +152,25 @@ def _pair(asked: Any, where: str) -> tuple[RankGroup, RankGroup]:
             found=f"{list(shard.ranks)} and {list(replicate.ranks)}",
             fix="The first group holds one copy; the second, the same shard of each copy.",
         )  # fmt: skip
+    if all(isinstance(one, str) or rank_words.is_lists(one) for one in asked):
+        first, second = map(process_groups.rank_lists, asked)
+        rank_words.refuse_no_grid(first, second, where)
     return shard, replicate
 
 
 def _is_pair(asked: Any) -> bool:
-    """Whether it is two groups, rather than a list of two ranks."""
-    return (
-        isinstance(asked, Sequence)
-        and not isinstance(asked, str)
-        and len(asked) == 2
-        and not all(isinstance(one, int) for one in asked)
-    )
+    """Whether it can be two groups, rather than a list of two ranks."""
+    is_two = rank_words.is_list(asked) and len(asked) == 2
+    return is_two and not all(isinstance(one, int) for one in asked)
 
 
-def _from_mesh(
-    mesh: DeviceMesh, process_group: Any, where: str
-) -> ProcessGroup | tuple[ProcessGroup, ProcessGroup]:
-    if process_group is not None:
-        raise StrategyError.at(
-            where, expected="a device mesh or a process group", found="both",
-            fix="Leave out process_group; the mesh says who takes part.",
-        )  # fmt: skip
+def _of_mesh(mesh: DeviceMesh, where: str) -> ProcessGroup | tuple[ProcessGroup, ProcessGroup]:
+    """Return a mesh's group, or its two: the ranks that share, the ranks that copy."""
     if mesh.ndim == 1:
-        return mesh.get_group()
+        return process_groups.group_of_mesh(mesh, 0, where)
     if mesh.ndim == 2:
-        return mesh.get_group(1), mesh.get_group(0)
+        first, second = (process_groups.group_of_mesh(mesh, dim, where) for dim in (0, 1))
+        return second, first
     raise StrategyError.at(
         where, expected="a mesh of one or two dimensions", found=f"{mesh.ndim} dimensions",
         fix="Take a part of it: mesh['replicate', 'shard'].",

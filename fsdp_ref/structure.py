@@ -30,9 +30,10 @@ def describe_units(units: Sequence[Unit], number: int) -> str:
     """
     lines = [f"model number {number} over these ranks"]
     for unit in units:
-        copies = f" in {unit.placement.copies} copies" if unit.placement.copies > 1 else ""
+        # Not how many ranks share it: groups of one unit may differ in size.
+        copied = "" if unit.placement.replicate is None else ", in copies"
         kept = "" if unit.placement.reshard_after_forward else ", kept whole after a forward"
-        lines.append(f"{unit.where} over {unit.group.size} ranks{copies}{kept}")
+        lines.append(f"{unit.where}{copied}{kept}")
         lines.append(f"{unit.where}: {unit.options}")
         for flat_param in unit.flat_params:
             kind = f"{flat_param.dtype}, {'trainable' if flat_param.requires_grad else 'frozen'}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_ref.collectives import PendingGather, bytes_per_gather, explained
+from fsdp_ref.collectives import PendingGather, bytes_per_gather, explained, pairs_by_order
 from fsdp_ref.errors import ShardStateError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.options import Options
@@ -47,6 +47,8 @@ class UnitState:
         self._gathered: list[tuple[int, int]] = []
         for flat_param in self.flat_params:
             flat_param._unit = weakref.ref(self)
+            for group in placement.groups:
+                group.pairs_by_order |= pairs_by_order(flat_param.compute_device)
         watch(self)
 
     @property

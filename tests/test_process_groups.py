@@ -1,5 +1,7 @@
 """Words become ranks by arithmetic; ranks become groups once, alike on every rank."""
 
+import itertools
+import random
 import time
 from datetime import timedelta
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_ref import errors, process_groups
+from fsdp_ref import errors, process_groups, rank_words
 from fsdp_ref.rank_group import RankGroup
 from tests.provoked import provokes
 from tests.ranks import run_ranks
@@ -38,8 +40,8 @@ def test_words_on_four_ranks_of_two_hosts(word, expected):
 
 @st.composite
 def worlds_with_a_divisor(draw: st.DrawFn) -> tuple[int, int]:
-    number = draw(st.integers(1, 64))
-    return number * draw(st.integers(1, 64)), number
+    number = draw(st.integers(1, 4096))
+    return number * draw(st.integers(1, 4096 // number)), number
 
 
 @given(worlds_with_a_divisor(), st.sampled_from(["set", "mod"]))
@@ -56,15 +58,28 @@ def test_every_rank_is_in_exactly_one_group_of_equal_size(world_and_number, kind
             assert ranks == list(range(ranks[0], ranks[0] + number))
         else:
             assert {rank % number for rank in ranks} == {ranks[0] % number}
+    word = "node" if kind == "set" else "local_rank_across_nodes"
+    assert process_groups.rank_lists(word.upper(), world_size, number) == lists
 
 
-@pytest.mark.parametrize("word", ["set3", "set0", "mod0", "mod8", "set5"])
+@given(st.integers(1, 4096), st.integers(-4096, 5000), st.sampled_from(["set", "mod"]))
+def test_any_number_makes_groups_or_is_refused(world_size, number, kind):
+    if number > 0 and world_size % number == 0:
+        assert len(process_groups.rank_lists(f"{kind}{number}", world_size)) >= 1
+    else:
+        with provokes(process_groups.rank_lists, errors.GroupWordError, match=f"found {number}"):
+            process_groups.rank_lists(f"{kind}{number}", world_size)
+
+
+@pytest.mark.parametrize("word", ["set3", "set0", "mod0", "mod8", "set5", "set-2", "MOD-1"])
 def test_a_number_that_does_not_divide_the_world_is_refused(word):
     with provokes(process_groups.rank_lists, errors.GroupWordError, match="Divisors are 1, 2, 4"):
         process_groups.rank_lists(word, world_size=4)
 
 
-@pytest.mark.parametrize("word", ["", "set", "set-1", "set2x", "expert", "mod 2", "node2"])
+@pytest.mark.parametrize(
+    "word", ["", "set", "set--1", "set2x", "set+2", "expert", "mod 2", "node2"]
+)
 def test_an_unknown_word_is_refused_and_the_words_are_listed(word):
     with provokes(process_groups.rank_lists, errors.GroupWordError, match="local_rank_across"):
         process_groups.rank_lists(word, world_size=4)
@@ -86,16 +101,125 @@ def test_the_local_world_size_of_the_launcher_is_the_default(monkeypatch):
 def test_a_table_needs_no_processes():
     assert process_groups.table("node", 4, 2) == "node on 4 ranks: 2 groups of 2\n  0 1\n  2 3"
     assert process_groups.table("self", 1) == "self on 1 rank: 1 group of 1\n  0"
+    lists = "lists on 4 ranks: 2 groups of 1 to 3\n  0\n  1 2 3"
+    assert process_groups.table([[3, 2, 1], [0]], 4) == lists
+    assert process_groups.table(("node", "local_rank_across_nodes"), 4, 2) == (
+        "cut within node on 4 ranks: 2 groups of 2\n  0 1\n  2 3\n"
+        "copied across local_rank_across_nodes on 4 ranks: 2 groups of 2\n  0 2\n  1 3"
+    )
+    pair = process_groups.table([[[0, 1], [2, 3]], "mod2"], 4)
+    assert pair.splitlines()[0] == "cut within lists on 4 ranks: 2 groups of 2"
 
 
-def test_a_table_of_a_wrong_word_is_refused():
-    with provokes(process_groups.table, errors.GroupWordError):
-        process_groups.table("set3", 4)
+def test_a_table_of_what_makes_no_groups_is_refused():
+    for wrong in ("set3", [[0, 1], [2]], ("set2", "set2"), ("set2", "set3"), ["set2"], [0, 1]):
+        with provokes(process_groups.table, errors.GroupWordError):
+            process_groups.table(wrong, 4)
 
 
-@given(st.lists(st.integers(0, 40), unique=True, min_size=1))
+def test_the_world_size_of_the_launcher_is_the_default(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", " 3 ")
+    monkeypatch.setenv("RANK", "4")
+
+    assert process_groups.rank_lists("node") == [[0, 1, 2], [3, 4, 5]]
+    assert process_groups.table("mod3").splitlines()[0] == "mod3 on 6 ranks: 3 groups of 2"
+    group = process_groups.resolve("mod2", where="unit 'x'")
+    assert (group.ranks, group.rank, group.process_group) == ((0, 2, 4), 2, None)
+
+
+def test_sizes_that_nobody_knows_or_that_are_no_numbers_are_said(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with provokes(process_groups.rank_lists, errors.GroupWordError, match="Give world_size"):
+        process_groups.rank_lists("self")
+    with provokes(process_groups.resolve, errors.GroupMembershipError, match="init_process"):
+        process_groups.resolve("self", where="unit 'x'")
+    for wrong in ("", "two", "0", "-2", "2.0"):
+        monkeypatch.setenv("WORLD_SIZE", wrong)
+        with provokes(rank_words.from_environment, errors.GroupWordError, match="WORLD_SIZE"):
+            process_groups.rank_lists("self")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    with provokes(process_groups.rank_lists, errors.GroupWordError, match="LOCAL_WORLD_SIZE"):
+        process_groups.rank_lists("node", 4)
+    with provokes(rank_words.word_lists, errors.GroupWordError, match="at least one rank"):
+        rank_words.word_lists("set1", 0)
+
+
+# Lists of lists
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[list[int]]:
+    """All ranks of a world, shuffled and cut into groups of any sizes."""
+    world_size = draw(st.integers(1, 4096))
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    ranks = chance.sample(range(world_size), world_size)
+    cuts = sorted(chance.sample(range(1, world_size), chance.randrange(min(world_size, 40))))
+    return [ranks[a:b] for a, b in itertools.pairwise([0, *cuts, world_size])]
+
+
+@given(partitions())
+def test_lists_that_cover_the_world_are_groups_whatever_their_sizes(lists):
+    world_size = sum(map(len, lists))
+
+    checked = process_groups.rank_lists(lists, world_size)
+
+    assert checked == sorted(map(sorted, lists))
+    assert process_groups.rank_lists(checked, world_size) == checked
+
+
+@given(partitions(), st.data())
+def test_lists_with_a_gap_an_overlap_or_a_stranger_are_refused(lists, data):
+    world_size = sum(map(len, lists))
+    at = data.draw(st.integers(0, len(lists) - 1))
+    rank = lists[at][-1]
+    short = [[r for r in ranks if r != rank] for ranks in lists]
+    wrongs = [
+        ([ranks for ranks in short if ranks] or [[]], f"ranks {rank} in none|a list of ranks"),
+        ([*lists, [rank]], f"ranks {rank} in more than one"),
+        ([*lists, [world_size]], "each at most once"),
+        ([[*ranks, rank] if rank in ranks else ranks for ranks in lists], "each at most once"),
+        ([[-1], *lists], "each at most once"),
+        ([[True], *lists], "as whole numbers"),
+    ]
+    for wrong, match in wrongs:
+        with provokes(rank_words.checked_lists, errors.GroupWordError, match=match):
+            rank_words.checked_lists(wrong, world_size, "unit 'x'")
+
+
+@given(st.lists(st.integers(0, 4095), unique=True, min_size=1))
 def test_spelling_ranks_in_runs_loses_nothing(ranks):
-    assert process_groups._read(process_groups._spell(sorted(ranks))) == tuple(sorted(ranks))
+    spelt = rank_words.spell_ranks(sorted(ranks))
+    assert rank_words.read_ranks(spelt) == tuple(sorted(ranks))
+
+
+def test_many_lists_are_spelt_briefly():
+    assert rank_words.spell_lists([[rank] for rank in range(9)]) == "[0], [1], [2], [3] and 5 more"
+
+
+# Grids
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32))
+def test_rows_and_columns_of_any_grid_are_a_pair_and_nothing_else_is(rows, columns, seed):
+    ranks = random.Random(seed).sample(range(rows * columns), rows * columns)
+    shards = [sorted(ranks[at * columns : (at + 1) * columns]) for at in range(rows)]
+    copies = [[shard[at] for shard in shards] for at in range(columns)]
+    rank_words.refuse_no_grid(shards, copies, "unit 'x'")
+    if rows > 1 and columns > 1:  # in one copy, two ranks change places
+        copies[0][0], copies[1][0] = copies[1][0], copies[0][0]
+        with provokes(rank_words.refuse_no_grid, errors.GroupWordError, match="same position"):
+            rank_words.refuse_no_grid(shards, copies, "unit 'x'")
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8))
+def test_blocks_within_and_equal_remainders_across_are_always_a_grid(copies, size, per_block):
+    """`setK` within and `mod` of any multiple of K across; two such grids may lie side by side."""
+    if copies * size * per_block <= 4096:
+        world = copies * size * per_block
+        shards = rank_words.word_lists(f"set{size}", world)
+        across = rank_words.word_lists(f"mod{size * per_block}", world)
+        rank_words.refuse_no_grid(shards, across, "unit 'x'")
 
 
 # An argument becomes ranks
@@ -148,8 +272,17 @@ def test_no_process_group_at_all_is_said():
         ([0, 4], "ranks from 0 to 3"),
         ([-1, 0], "ranks from 0 to 3"),
         ([], "a list of ranks"),
-        ([[0, 1], [2, 3]], "this rank's own group only"),
+        ([[0, 1], [2]], "ranks 3 in none"),
+        ([[0, 1], [1, 2, 3]], "ranks 1 in more than one.*HYBRID_SHARD"),
+        ([[0, 1], [2, 3, 4]], "ranks from 0 to 3"),
+        ([[0, 1], []], "a list of ranks"),
+        ([[0, 1], [2, "3"]], "as whole numbers"),
         ([0, "1"], "as whole numbers"),
+        ([0, True], "as whole numbers"),
+        ([0, 1.0], "as whole numbers"),
+        ({0, 1}, "a list of ranks"),
+        ("set0", "divides the world size 4, found 0"),
+        ("mod-2", "divides the world size 4, found -2"),
         (3, "a list of ranks"),
         ("set3", "divides the world size 4"),
     ],
@@ -292,7 +425,7 @@ def test_different_words_on_different_ranks_are_an_error_on_every_rank():
     )
 
     assert set(messages) == {
-        "FSDP203 process groups: unit number 1: expected all of ranks 0-1 to ask for this group, "
+        "FSDP203 process groups: unit 'layers.1': expected all of ranks 0-1 to ask for this group, "
         "found rank 0 asking for ranks 0-1 (unit 'layers.1', process_group='set2'); "
         "rank 1 asking for ranks 1,3 (unit 'layers.1', process_group='mod2'). "
         "Give the same word on every rank, or lists that do not overlap."
@@ -302,7 +435,7 @@ def test_different_words_on_different_ranks_are_an_error_on_every_rank():
 def test_the_same_groups_in_another_order_are_an_error():
     messages = run_ranks(2, message_of, [["self", "set2"], ["set2", "self"]])
 
-    assert all("unit number 0" in message for message in messages)
+    assert all("unit 'layers.0'" in message for message in messages)
 
 
 def test_another_number_of_units_is_an_error_on_every_rank():
