@@ -65,9 +65,19 @@ __all__ = [
 _TORCHS_OWN = {
     "BackwardPrefetch": "torch.distributed.fsdp",
     "CPUOffload": "torch.distributed.fsdp",
+    "FullOptimStateDictConfig": "torch.distributed.fsdp",
+    "FullStateDictConfig": "torch.distributed.fsdp",
+    "LocalOptimStateDictConfig": "torch.distributed.fsdp",
+    "LocalStateDictConfig": "torch.distributed.fsdp",
     "MixedPrecision": "torch.distributed.fsdp",
+    "OptimStateDictConfig": "torch.distributed.fsdp",
     "ShardedGradScaler": "torch.distributed.fsdp.sharded_grad_scaler",
+    "ShardedOptimStateDictConfig": "torch.distributed.fsdp",
+    "ShardedStateDictConfig": "torch.distributed.fsdp",
     "ShardingStrategy": "torch.distributed.fsdp",
+    "StateDictConfig": "torch.distributed.fsdp",
+    "StateDictSettings": "torch.distributed.fsdp",
+    "StateDictType": "torch.distributed.fsdp",
 }
 
 

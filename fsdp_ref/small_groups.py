@@ -41,6 +41,7 @@ class Versions:
         self._replicas, self._ranks = replicas, list[int]()
         self._digests: dict[str, str] = {}
         self.others: dict[str, dict[int, Tensor]] = {}
+        self.buffers: set[str] = set()  # those in `others`; ranks of one version may differ in them
         self.firsts: dict[Unit, list[int]] = {}
         root = units[0].placement
         small = [unit for unit in units if unit.placement.size < root.size]
@@ -95,6 +96,7 @@ class Versions:
                 self.others[prefix + name] = versions
         for name, buffer in buffers.items():
             self.others[name] = self._everybodys(unit, buffer.detach())
+            self.buffers.add(name)
 
     def _everybodys(self, unit: Unit, mine: Tensor) -> dict[int, Tensor]:
         """Return the versions of all groups, by their first ranks. Collective."""

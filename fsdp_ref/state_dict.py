@@ -163,9 +163,10 @@ class Exporting:
             if owner is not None and self._form is Form.SHARDED_STATE_DICT:
                 result[stored_name(key, owner.placement)] = value
             elif owner is not None and key in self._versions.others:
+                mine = None if key in self._versions.buffers else first_rank(owner)
                 for rank, version in self._versions.others[key].items():
-                    mine = rank == first_rank(owner)
-                    result[f"{key}@rank{rank}"] = value if mine else version.to(value.device)
+                    here = value if rank == mine else version.to(value.device)
+                    result[f"{key}@rank{rank}"] = here
             else:
                 result[key] = value
 

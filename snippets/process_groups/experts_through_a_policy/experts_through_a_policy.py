@@ -81,7 +81,8 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 
-weights = model.state_dict()  # collective: every rank calls it
+with FullyShardedDataParallel.state_dict_type(model, "full", replicas="mine"):
+    weights = model.state_dict()  # collective: every rank calls it
 expert = model.module.expert
 show("dense", model.process_group, model._flat_param.numel(), weights["before.weight"])
 show("expert", expert.process_group, expert._flat_param.numel(), weights["expert.weight"])
