@@ -86,8 +86,8 @@ Without the comparison they would wait for each other.
   their gradients are means over different numbers of tokens too.
 - A layer's group must contain all ranks that should agree on the layer. A group that merely
   contains this rank is enough to run, and not enough to be right.
-- `state_dict` shows the versions that this rank's groups hold. If rank 0 alone writes a file,
-  the versions of a layer in other groups are not in it.
+- A full state dict has one place for a layer that differs from group to group, so it is refused.
+  Ask for all versions, or for this rank's; see [fsdp_ref.state_dict_types][].
 - `'node'` and `'local_rank_across_nodes'` need to know how many processes run on each host.
   `torchrun` says so in the environment. Other launchers may not.
 """
