@@ -208,13 +208,16 @@ def _from_first(value: Whole, mine: Tensor | None, groups: Sequence[RankGroup]) 
 # Cutting
 
 
-def to_optimizer(saved: Saved, entries: Sequence[Entry], names: Names) -> dict[str, Any]:
+def to_optimizer(
+    saved: Saved, entries: Sequence[Entry], names: Names, group_count: int
+) -> dict[str, Any]:
     """Return a state dict that an optimizer's own `load_state_dict` takes. Collective to fetch.
 
     Args:
         saved: What is to be loaded.
         entries: The optimizer's parameters.
         names: What the weights are called.
+        group_count: How many groups the optimizer has.
 
     Returns:
         State and groups by the optimizer's own keys, in its own order, in memory of its own. A
@@ -229,7 +232,7 @@ def to_optimizer(saved: Saved, entries: Sequence[Entry], names: Names) -> dict[s
     for entry in entries:
         by_group.setdefault(entry.group, []).append(entry)
         _refuse_values(saved, entry)
-    wanted = [by_group.get(n, []) for n in range(max([*by_group, len(saved.groups) - 1]) + 1)]
+    wanted = [by_group.get(number, []) for number in range(group_count)]
     settings = regroup(saved.groups, wanted, names.stored)
     state = {entry.key: values for entry in entries if (values := _cut(saved, entry))}
     groups = [

@@ -170,11 +170,12 @@ class OlderOptimizerNames(OptimizerStateAccess):
         _refuse_flat(entries)
         named = [isinstance(key, str) for key in optim_state_dict["state"]]
         wanted = getattr(optim_state_key_type, "name", optim_state_key_type)
-        if wanted not in ("PARAM_NAME", "PARAM_ID") or any(named) != all(named):
+        mixed = any(named) and not all(named)
+        if wanted not in ("PARAM_NAME", "PARAM_ID") or mixed:
             raise OptimizerStateError.at(
                 "rekey_optim_state_dict",
                 expected="keys of one kind, to become PARAM_NAME or PARAM_ID",
-                found=f"{wanted}" if any(named) == all(named) else "numbers and names",
+                found="numbers and names" if mixed else repr(wanted),
                 fix="Hand over a state dict as an optimizer or optim_state_dict() returned it.",
             )
         params = [key for group in optim_state_dict["param_groups"] for key in group["params"]]
@@ -297,7 +298,7 @@ def _to_numbers(given: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str,
     by_name = {entry.names[0]: entry for entry in entries}
     for name, values in given["state"].items():
         _refuse_other_shape(name, values, by_name.get(name))
-    count = len(given["param_groups"])
+    count = max((entry.group for entry in entries), default=-1) + 1
     wanted = [[entry for entry in entries if entry.group == number] for number in range(count)]
     settings = regroup(given["param_groups"], wanted, {})
     groups = [

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -296,7 +297,7 @@ def cut_state(
         saved = saved_on_first(given, names, units[0].placement.groups)
     else:
         saved = saved_here({} if given is None else given, names)
-    return to_optimizer(saved, entries, names)
+    return to_optimizer(saved, entries, names, len(groups))
 
 
 # Torch's own helpers
@@ -316,8 +317,18 @@ def attach(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer: An optimizer of its parameters.
 
     Raises:
-        OptimizerStateError: If it holds flat parameters, which torch's helpers cannot name.
+        OptimizerStateError: If it holds flat parameters, which torch's helpers cannot name, or
+            weights of units in small groups, of whose versions they would keep one.
     """
+    for part in UnitModule.fsdp_modules(model):
+        if part._unit.placement.size < dist.get_world_size():
+            raise OptimizerStateError.at(
+                "attach",
+                expected="units over all ranks, so that a name means one weight",
+                found=f"{part._unit.where} over {part._unit.placement.size} ranks",
+                fix="Use FullyShardedDataParallel.optim_state_dict, which has a name for each "
+                "version, such as 'expert.weight@rank2'.",
+            )
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if isinstance(parameter, FlatParameter):
             raise OptimizerStateError.at(
