@@ -96,6 +96,7 @@ class UnitModule(Wrapper):
         root = self._root()
         if root._schedule is None:
             units = []
+            root._adopt_inner_units()  # also those put in since it was constructed
             for name, part in root._named_units():
                 part._rename(name)
                 part._cast_buffers(part._unit.options.precision)

@@ -1,8 +1,11 @@
 """Words become ranks by arithmetic; ranks become groups once, alike on every rank."""
 
+import gc
 import itertools
 import random
+import re
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -10,11 +13,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import errors, process_groups, rank_words
 from fsdp_ref.rank_group import RankGroup
 from tests.provoked import provokes
 from tests.ranks import run_ranks
+from tests.toy import (
+    Layer,
+    assert_equal_gradients,
+    mean_square,
+    my_part,
+    seeded,
+    whole_batch,
+)
 
 # The arithmetic of words
 
@@ -405,6 +418,188 @@ def created_twice(folder: str) -> bool:
 
 def test_destroying_the_default_group_drops_its_cache(tmp_path):
     assert run_ranks(2, created_twice, str(tmp_path)) == [False, False]
+
+
+def step_in_small_groups() -> tuple[float, weakref.ref, weakref.ref]:
+    model = model_with("set2")
+    mean_square(model(my_part(whole_batch()))).backward()
+    small = model.layers[1].process_group
+    return model.clip_grad_norm_(1.0).item(), weakref.ref(dist.group.WORLD), weakref.ref(small)
+
+
+def train_destroy_and_train_again() -> list[float]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store, norms = dist.distributed_c10d._get_default_store(), []
+    for number in range(3):
+        norm, world, small = step_in_small_groups()
+        norms.append(norm)
+        assert dist.group.WORLD in process_groups._caches
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        assert world() is None, "something still holds the destroyed default group"
+        assert small() is None, "something still holds a group that was made for it"
+        assert len(process_groups._caches) == 0
+        again = dist.PrefixStore(f"again/{number}", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    return norms
+
+
+def test_groups_end_with_the_default_group_and_are_made_again_after_it():
+    per_rank = run_ranks(4, train_destroy_and_train_again)
+    assert per_rank == [[per_rank[0][0]] * 3] * 4
+
+
+# The units of a model ask
+
+
+def names_in_the_order_of_creation() -> list[str]:
+    """Each rank reads the groups of its units in another order, before the first forward."""
+    rank = dist.get_rank()
+    model = seeded()
+    for index, word in enumerate(("mod2", "set2", "self")):
+        model.layers[index] = FSDP(model.layers[index], process_group=word)
+    model = FSDP(model)
+    before = dist.distributed_c10d._world.group_count
+    reading = [*model.layers, model]
+    for unit in reading[rank:] + reading[:rank]:
+        assert rank in dist.get_process_group_ranks(unit.process_group)
+        assert dist.distributed_c10d._world.group_count == before + 8
+    value = torch.tensor(1.0)
+    dist.all_reduce(value, group=dist.new_group())
+    assert value.item() == 4
+    cache = process_groups._caches[dist.group.WORLD]
+    mean_square(model(my_part(whole_batch()))).backward()
+    return [" ".join(map(str, key.ranks)) for key in cache]
+
+
+def test_reading_any_process_group_first_makes_all_groups_in_sorted_order_on_all_ranks():
+    order = ["0", "0 1", "0 2", "1", "1 3", "2", "2 3", "3"]
+    assert run_ranks(4, names_in_the_order_of_creation) == [order] * 4
+
+
+def model_with(word: object) -> FSDP:
+    model = seeded()
+    model.layers[1] = FSDP(model.layers[1], process_group=word)
+    return FSDP(model)
+
+
+def asked_on_some_ranks_only(how: str) -> tuple[str, float]:
+    """Ranks 0 and 3 use the model; rank 1 fails before, and rank 2 does something else."""
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 1:
+        with provokes(FSDP, errors.GroupWordError, match="divides the world size 4"):
+            model_with("set3")
+    if rank in (1, 2):
+        return "", 0.0
+    model, start = model_with("set2"), time.monotonic()
+    with provokes(process_groups.create, errors.SilentRanksError) as caught:
+        model.process_group if how == "read" else model(whole_batch())
+    return caught.message, time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["read", "call"])
+def test_ranks_that_do_not_ask_are_named_on_every_rank_that_does(how):
+    outcomes = run_ranks(4, asked_on_some_ranks_only, how, dist_timeout=4.0)
+    for rank in (0, 3):
+        message, seconds = outcomes[rank]
+        assert f"[rank {rank}] FSDP204 process groups" in message
+        assert "found ranks 1, 2 silent" in message
+        assert seconds < 15
+
+
+def asked_differently(words: list) -> str:
+    model = model_with(words[dist.get_rank()])
+    count = dist.distributed_c10d._world.group_count
+    with provokes(process_groups.create, errors.RankDisagreementError) as caught:
+        model(whole_batch())
+    assert dist.distributed_c10d._world.group_count == count  # nothing was made
+    dist.barrier()  # and nothing is in disorder
+    return caught.message
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["set2", "set2", "mod2", "set2"], "rank 2 asking for ranks 0,2"),
+        ([None, "set4", "mod1", "set2"], "rank 3 asking for ranks 2-3"),
+        ([[0, 1], [0, 1, 2], [1, 2], [3]], "rank 1 asking for ranks 0-2"),
+        ([[[0, 1], [2, 3]], "set2", [2], "set2"], "rank 2 asking for ranks 2 "),
+    ],
+    ids=["words", "all", "lists", "mixed spellings"],
+)
+def test_units_that_ask_differently_are_an_error_on_every_rank(words, match):
+    messages = run_ranks(4, asked_differently, words)
+    assert len({message.split("] ", 1)[1] for message in messages}) == 1
+    assert "FSDP203 process groups: unit 'layers.1'" in messages[0]
+    assert re.search(match, messages[0]), messages[0]
+
+
+def units_made_before_the_process_group(folder: str) -> list[int]:
+    """Words need no process group, only the sizes that a launcher tells."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    model = seeded()
+    for index, word in enumerate(("self", "set2", "node")):
+        model.layers[index] = FSDP(model.layers[index], process_group=word)
+    model = FSDP(model, process_group="mod1")
+    with provokes(process_groups.create, errors.GroupMembershipError, match="init_process_group"):
+        model(whole_batch())
+    store = dist.FileStore(f"{folder}/late", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    mean_square(model(my_part(whole_batch()))).backward()
+    return [dist.get_world_size(unit.process_group) for unit in (*model.layers, model)]
+
+
+def test_units_may_be_made_before_the_process_group_where_a_launcher_tells_sizes(tmp_path):
+    env = {"LOCAL_WORLD_SIZE": "1"}
+    sizes = run_ranks(2, units_made_before_the_process_group, str(tmp_path), env=env)
+    assert sizes == [[1, 2, 1, 2]] * 2
+
+
+def a_unit_put_in_after_the_root_was_made() -> None:
+    plain, model = seeded(), FSDP(seeded())
+    plain.layers[1] = seeded(Layer)
+    model.layers[1] = FSDP(seeded(Layer), process_group="set2")
+    mean_square(plain(whole_batch())).backward()
+    mean_square(model(my_part(whole_batch()))).backward()
+    assert not model.layers[1].check_is_root()
+    assert_equal_gradients(model, plain)
+
+
+def test_a_unit_that_replaces_a_module_before_the_first_use_belongs_to_the_root():
+    run_ranks(2, a_unit_put_in_after_the_root_was_made)
+
+
+# Meshes
+
+
+def groups_of_meshes() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for asked, expected in (
+        (mesh["shard"], (rank // 2 * 2, rank // 2 * 2 + 1)),
+        (mesh["replicate"], (rank % 2, rank % 2 + 2)),
+        (init_device_mesh("cpu", (4,)), (0, 1, 2, 3)),
+    ):
+        group = process_groups.resolve(asked, where="unit 'x'")
+        assert group.ranks == expected
+        assert group.live is asked.get_group()
+    with provokes(process_groups.resolve, errors.GroupWordError, match="2 dimensions"):
+        process_groups.resolve(mesh, where="unit 'x'")
+    part = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        assert process_groups.resolve(part, where="unit 'x'").ranks == (0, 1)
+    else:
+        with provokes(process_groups.resolve, errors.GroupMembershipError, match=r"\[0, 1\]"):
+            process_groups.resolve(part, where="unit 'x'")
+        with provokes(process_groups.group_of_mesh, errors.GroupMembershipError, match="mesh"):
+            process_groups.group_of_mesh(part, 0, where="unit 'x'")
+
+
+def test_meshes_and_parts_of_them_are_groups():
+    run_ranks(4, groups_of_meshes)
 
 
 def message_of(spellings_per_rank: list[list]) -> str:
