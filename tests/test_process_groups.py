@@ -1,7 +1,9 @@
 """Words become ranks by arithmetic; ranks become groups once, alike on every rank."""
 
+import copy
 import gc
 import itertools
+import pickle
 import random
 import re
 import time
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import errors, process_groups, rank_words
+from fsdp_ref import collectives, errors, process_groups, rank_words
 from fsdp_ref.rank_group import RankGroup
 from tests.provoked import provokes
 from tests.ranks import run_ranks
@@ -25,6 +27,7 @@ from tests.toy import (
     assert_equal_gradients,
     mean_square,
     my_part,
+    nested,
     seeded,
     whole_batch,
 )
@@ -673,12 +676,123 @@ def test_a_rank_that_does_not_take_part_is_named():
     assert seconds < 10
 
 
+# A second group where messages are paired by their order
+
+
+def on_which_group(model: FSDP) -> dict[str, set]:
+    """Train a step beside plain PyTorch; return the groups on which tensors moved, by call."""
+    used: dict[str, set] = {}
+
+    def noting(name: str):
+        move = getattr(dist, name)
+
+        def moved(*args, group, **kwargs):
+            used.setdefault(name, set()).add(group)
+            return move(*args, group=group, **kwargs)
+
+        return moved
+
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        setattr(dist, name, noting(name))
+    plain = seeded()
+    mean_square(plain(whole_batch())).backward()
+    mean_square(model(my_part(whole_batch()))).backward()
+    found = {name: set(groups) for name, groups in used.items()}
+    assert_equal_gradients(model, plain)
+    return found
+
+
+def as_on_other_devices(case: str) -> tuple[int, int]:
+    """Send as other devices than the CPU do; return how many groups there are and were."""
+    collectives._point_to_point = lambda device: False
+    before, arguments = 1, {}
+    if case == "live":
+        before, arguments = 2, {"process_group": dist.new_group()}
+    elif case == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        before, arguments = 3, {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+    elif case == "pair":
+        arguments = {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}
+    model = nested(seeded(), **arguments)
+    used = on_which_group(model)
+    unit = model._unit
+    shard, copies = unit.placement.shard, unit.placement.replicate
+    assert used["all_gather_single"] == {shard.live}
+    assert used["reduce_scatter_single"] == {shard.reductions}
+    assert shard.reductions is not shard.live
+    for group in unit.placement.groups:
+        ranks = dist.get_process_group_ranks(group.reductions)
+        assert (tuple(ranks), dist.get_rank(group.reductions)) == (group.ranks, group.rank)
+    agreed = {group.live for group in unit.placement.groups}  # at the end of the backward
+    assert used["all_reduce"] == agreed | ({copies.reductions} if copies else set())
+    for layer in model.layers:  # equal sets share both groups
+        for one, root in zip(layer._unit.placement.groups, unit.placement.groups, strict=True):
+            assert (one.live, one.reductions) == (root.live, root.reductions)
+    assert copy.deepcopy(shard).reductions is shard.reductions
+    assert pickle.loads(pickle.dumps(shard)).reductions is None
+    return before, dist.distributed_c10d._world.group_count
+
+
+def test_gradients_travel_on_a_second_group_where_order_is_all_that_tells_messages_apart():
+    assert run_ranks(4, as_on_other_devices, "everyone") == [(1, 2)] * 4
+    assert run_ranks(4, as_on_other_devices, "live") == [(2, 3)] * 4
+    assert run_ranks(4, as_on_other_devices, "pair") == [(1, 9)] * 4  # two for each of four sets
+    for before, after in run_ranks(4, as_on_other_devices, "mesh"):
+        assert after - before >= 2  # torch counts a mesh's own groups on their members only
+
+
+def no_second_group() -> int:
+    """On the CPU tags tell messages apart; a lone rank sends none; frozen units or not."""
+    models = [nested(seeded(), process_group=word) for word in (None, "self")]
+    for model in models:
+        mean_square(model(my_part(whole_batch()))).backward()
+        assert all(unit._unit.group.reductions is None for unit in FSDP.fsdp_modules(model))
+    collectives._point_to_point = lambda device: False
+    alone = nested(seeded(), process_group="self")
+    mean_square(alone(my_part(whole_batch()))).backward()
+    assert alone._unit.group.reductions is None
+    return dist.distributed_c10d._world.group_count
+
+
+def test_worlds_on_the_cpu_and_lone_ranks_do_not_pay_for_a_second_group():
+    assert run_ranks(2, no_second_group) == [3, 3]
+
+
+def ranks_that_issue_in_different_orders() -> None:
+    collectives._point_to_point = lambda device: False
+    rank = dist.get_rank()
+    group = process_groups.resolve(None, where="unit 'x'")
+    group.pairs_by_order = rank == 1  # one rank that needs it is enough
+    process_groups.create([group])
+    full, gradient = torch.empty(4), torch.arange(4.0)
+
+    def gather():
+        return collectives.start_all_gather(full, torch.full((2,), float(rank)), group, tag=0)
+
+    def reduce():
+        return collectives.start_reduce_scatter(gradient, group, tag=1)
+
+    if rank == 0:
+        gathering, reduction = gather(), reduce()
+    else:
+        reduction, gathering = reduce(), gather()
+    gathering.wait()
+    assert full.tolist() == [0, 0, 1, 1]
+    assert reduction.wait().tolist() == ([0, 2] if rank == 0 else [4, 6])
+
+
+def test_a_gather_and_a_reduction_in_another_order_on_each_rank_do_not_meet():
+    run_ranks(2, ranks_that_issue_in_different_orders, dist_timeout=5.0)
+
+
 # The dataclass below
 
 
 def test_a_group_that_was_not_created_says_so():
     with provokes(RankGroup.live, errors.GroupNotCreatedError, match="not created yet"):
         _ = RankGroup((0, 1), 0).live
+    with provokes(RankGroup.live_for_reductions, errors.GroupNotCreatedError, match="not created"):
+        _ = RankGroup((0, 1), 0).live_for_reductions
 
 
 def limit_of_a_created_group() -> list[float]:
