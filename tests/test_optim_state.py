@@ -10,11 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -25,7 +20,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-import fsdp_ref
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import errors, timeline
 from fsdp_ref.optim_state import attach
@@ -43,7 +37,6 @@ from tests.toy import (
     nested,
     one_unit,
     seeded,
-    three_deep,
     whole_batch,
 )
 
@@ -673,7 +666,7 @@ def other_parameters_on_one_rank() -> None:
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters[: 4 - dist.get_rank()], lr=0.1)
     for call in (FSDP.optim_state_dict, FSDP.sharded_optim_state_dict):
-        with pytest.raises(errors.OptimizerStateError, match="differ in 'layers.2.scale'"):
+        with pytest.raises(errors.OptimizerStateError, match=r"differ in 'layers\.2\.scale'"):
             call(model, optimizer)
     step(model, torch.optim.Adam(parameters, lr=0.1))
     odd = torch.optim.Adam(parameters, lr=0.1)
