@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from tools.running import Outcome, Run
 from tools.snippet_files import (
     SnippetError,
     chosen,
+    command_fault,
     option,
     read,
     read_all,
@@ -162,6 +164,35 @@ def test_ranks_without_a_seed_draw_different_numbers_as_in_fresh_processes(tmp_p
 )
 def test_every_spelling_of_torchruns_options_is_understood(command):
     assert (option(command, "nnodes", "1"), option(command, "nproc-per-node", "1")) == ("2", "3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:29400", None),
+        ("--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400", None),
+        ("--standalone --nnodes 1", None),
+        ("--nnodes 1:2", "--nnodes must be one number, not '1:2'"),
+        ("--nproc-per-node gpu", "--nproc-per-node must be one number, not 'gpu'"),
+        ("--nproc-per-node 0", "--nproc-per-node must be one number"),
+        ("--standalone --nnodes 2", "--standalone means one host"),
+        ("--nnodes 2", "several nodes need a place to meet"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost", "a place to meet"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint other.example:29400", "a place to meet"),
+    ],
+)
+def test_a_command_that_the_runner_would_misread_is_refused(options, message):
+    fault = command_fault(f"torchrun {options} x.py")
+    assert (message in fault) if message else fault == ""
+
+
+def test_only_the_port_of_a_command_for_several_nodes_is_changed():
+    for joint in (" ", "="):
+        command = f"torchrun --nnodes 2 --rdzv-endpoint{joint}localhost:29400 at_localhost:1.py"
+        words = running.at_a_free_port(shlex.split(command))
+        changed = [(a, b) for a, b in zip(shlex.split(command), words, strict=True) if a != b]
+        assert len(changed) == 1
+        assert changed[0][1].rpartition(":")[0] == changed[0][0].removesuffix(":29400")
 
 
 @pytest.mark.parametrize(
@@ -344,15 +375,85 @@ def test_a_snippet_sees_an_empty_folder_the_package_and_torchruns_variables_only
         del os.environ["FSDP_REF_TEST_LEAK"]
 
 
-def test_two_nodes_are_two_agents(tmp_path, run_alone):
-    path = write_snippet(tmp_path)
-    command = "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost"
-    text = path.read_text().replace("torchrun --standalone --nproc-per-node 2", command)
-    path.write_text(
-        text.replace("value = torch", "assert os.environ['LOCAL_RANK'] == '0'\nvalue = torch")
+TWO_NODES = (
+    "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:29400"
+)
+
+
+def write_for_two_nodes(root: Path, work: str) -> None:
+    path = write_snippet(root, work=work)
+    text = path.read_text().replace("torchrun --standalone --nproc-per-node 2", TWO_NODES)
+    path.write_text(text.replace("the sum is 1\n", "the sum is 6\n"))
+    snippet = read_all(root)[0]
+    assert (snippet.nodes, snippet.processes, snippet.ranks) == (2, 2, 4)
+
+
+@pytest.mark.parametrize("literal", [False, True])
+def test_two_nodes_are_two_agents_with_two_ranks_each(tmp_path, run_alone, literal):
+    write_for_two_nodes(
+        tmp_path,
+        work="""
+            assert os.environ["WORLD_SIZE"] == "4"
+            assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+            assert os.environ["GROUP_WORLD_SIZE"] == "2"  # torchrun's word for nodes
+            places = [None] * 4
+            agent = (os.environ["GROUP_RANK"], os.getppid())
+            dist.all_gather_object(places, (*agent, int(os.environ["LOCAL_RANK"])))
+            assert [place[2] for place in places] == [0, 1, 0, 1], places
+            assert len({place[:2] for place in places}) == 2, "one agent for each node"
+        """,
     )
-    outcome = run_alone(tmp_path)
+    outcome = run_alone(tmp_path, literal=literal)
     assert snippets.verdict(outcome, tmp_path) == ""
+
+
+@pytest.mark.parametrize("literal", [False, True])
+def test_a_rank_that_fails_on_the_second_node_fails_the_run_and_is_shown(
+    tmp_path, run_alone, literal
+):
+    write_for_two_nodes(tmp_path, "if dist.get_rank() == 3:\n    raise KeyError('mine')")
+    outcome = run_alone(tmp_path, literal=literal)
+    assert not outcome.timed_out
+    told = snippets.verdict(outcome, tmp_path)
+    assert "failed with status 1" in told
+    own = told.partition("node 1:" if literal else "rank 3:")[2]
+    assert "raise KeyError('mine')" in own
+
+
+@pytest.mark.parametrize("literal", [False, True])
+def test_an_agent_that_is_killed_ends_the_run_and_leaves_no_process(
+    tmp_path, run_alone, monkeypatch, literal
+):
+    monkeypatch.setattr(running, "GRACE_SECONDS", 1.0)
+    marker = tmp_path / "pid"
+    write_for_two_nodes(
+        tmp_path,
+        work=f"""
+            import signal, time
+            open({str(marker)!r} + str(dist.get_rank()), "w").write(str(os.getpid()))
+            dist.barrier()
+            if dist.get_rank() == 3:
+                time.sleep(1)
+                os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+        """,
+    )
+    start = time.monotonic()
+    outcome = run_alone(tmp_path, literal=literal)
+    assert outcome.code != 0
+    assert not outcome.timed_out
+    assert time.monotonic() - start < 40
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 4
+    until = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def a_run(tmp_path):

@@ -11,7 +11,9 @@ Requests and answers are lines of JSON on standard input and output.
 import faulthandler
 import json
 import os
+import signal
 import sys
+import time
 import traceback
 import types
 
@@ -37,18 +39,40 @@ def run_agents(request: dict) -> None:
     os.setsid()
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
-    log = os.open(os.path.join(request["logs"], "agent.stderr"), os.O_WRONLY | os.O_CREAT)
-    for stream, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
-        os.dup2(descriptor, stream)
-    others = []
-    for node in range(1, request["nodes"]):
+    if request["nodes"] == 1:
+        leave(run_agent(request, 0))
+    agents = {}
+    for node in range(request["nodes"]):
         child = os.fork()
         if child == 0:
             leave(run_agent(request, node))
-        others.append(child)
-    code = run_agent(request, 0)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in others]
-    leave(max([code, *codes], key=abs))
+        agents[child] = node
+    code = wait_for(agents, request["grace"])
+    if code != 0:  # an agent that was killed leaves its ranks behind
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    leave(code)
+
+
+def wait_for(agents: dict, grace: float) -> int:
+    """Wait for one agent per node; once one has failed, the others have so many seconds left.
+
+    Ranks on other nodes notice the failure only when they next wait for a rank that is gone.
+    """
+    until, code = None, 0
+    while agents:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in agents:
+            del agents[child]
+            code = code or os.waitstatus_to_exitcode(status)
+            until = until or (code and time.monotonic() + grace)
+        elif until and time.monotonic() > until:
+            for pid in agents:
+                os.kill(pid, signal.SIGTERM)
+            until = None
+        else:
+            time.sleep(0.02)
+    return code
 
 
 def run_agent(request: dict, node: int) -> int:
@@ -56,6 +80,11 @@ def run_agent(request: dict, node: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logs = os.path.join(request["logs"], f"node{node}")
+    os.mkdir(logs)
+    log = os.open(os.path.join(logs, "agent.stderr"), os.O_WRONLY | os.O_CREAT)
+    for stream, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        os.dup2(descriptor, stream)
     config = LaunchConfig(
         min_nodes=request["nodes"],
         max_nodes=request["nodes"],
@@ -71,7 +100,7 @@ def run_agent(request: dict, node: int) -> int:
         shutdown_timeout=3,
     )
     try:
-        elastic_launch(config, run_rank)(request["file"], request["logs"], request["limit"])
+        elastic_launch(config, run_rank)(request["file"], logs, request["limit"])
     except ChildFailedError:
         return 1  # each rank has written its own traceback
     except BaseException:

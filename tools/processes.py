@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 GRACE_SECONDS = 4.0
@@ -53,6 +54,15 @@ def stop(pid: int) -> None:
     while time.monotonic() < until and any(alive(*member) for member in family):
         time.sleep(0.05)
     send_to_group(pid, signal.SIGKILL)
+    kill(family)
+
+
+def kill(family: Iterable[tuple[int, str]]) -> None:
+    """End those members of a family that still run, at once.
+
+    Args:
+        family: Pairs of number and start time, as `descendants` gave them while they ran.
+    """
     for member in family:
         if alive(*member):
             with contextlib.suppress(ProcessLookupError):

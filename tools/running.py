@@ -36,6 +36,9 @@ PASSED_ON = (
     "CUDA_HOME",
 )
 LIMIT_SECONDS = 180.0
+GRACE_SECONDS = 15.0
+"""How long the agents of other nodes may go on after the one of a node has failed."""
+LOOK_SECONDS = 0.5
 RENDEZVOUS_TROUBLE = re.compile(
     r"Rendezvous\w*(?:Error|Exception)|EADDRINUSE|(?i:address already in use)|DistNetworkError"
 )
@@ -210,6 +213,7 @@ def run_under_agent(run: Run, launcher: Launcher, limit: float = LIMIT_SECONDS) 
             "run_id": uuid.uuid4().hex,
             "endpoint": f"localhost:{port}",
             "limit": limit,
+            "grace": GRACE_SECONDS,
             "environment": {},
         }
         start = time.monotonic()
@@ -220,20 +224,25 @@ def run_under_agent(run: Run, launcher: Launcher, limit: float = LIMIT_SECONDS) 
 
 
 def collected(logs: Path) -> tuple[list[str], dict[str, str]]:
-    """Gather what the ranks wrote: the first talking rank's lines, and all that is beside them."""
+    """Gather what the ranks wrote: the first talking rank's lines, and all that is beside them.
+
+    Each agent has a folder of its own for its ranks and for itself.
+    """
     printed: list[str] = []
     errors: dict[str, str] = {}
-    ranks = sorted(int(path.stem[4:]) for path in logs.glob("rank*.stdout"))
-    for rank in ranks:
-        lines = (logs / f"rank{rank}.stdout").read_text(errors="replace").splitlines()
+    ranks = {int(path.stem[4:]): path for path in logs.glob("node*/rank*.stdout")}
+    for rank, path in sorted(ranks.items()):
+        lines = path.read_text(errors="replace").splitlines()
         if lines and printed:
             errors[f"stdout of rank {rank}"] = "\n".join(lines)
         printed = printed or lines
-    for rank in ranks:
-        errors[f"rank {rank}"] = own_part((logs / f"rank{rank}.stderr").read_text(errors="replace"))
-    agent = logs / "agent.stderr"
-    if agent.exists() and not any(text.strip() for text in errors.values()):
-        errors["agent"] = agent.read_text(errors="replace")  # only if no rank said anything
+    for rank, path in sorted(ranks.items()):
+        errors[f"rank {rank}"] = own_part(path.with_suffix(".stderr").read_text(errors="replace"))
+    if not any(text.strip() for text in errors.values()):  # only if no rank said anything
+        agents = sorted(logs.glob("node*/agent.stderr"))
+        for path in agents:
+            name = "agent" if len(agents) == 1 else f"agent of {path.parent.name}"
+            errors[name] = path.read_text(errors="replace")
     return printed, {name: text for name, text in errors.items() if text.strip()}
 
 
@@ -250,6 +259,9 @@ def own_part(text: str) -> str:
 def run_literally(run: Run, package: Path, limit: float = LIMIT_SECONDS) -> Outcome:
     """Run a file by the command of its docstring, once per node.
 
+    Nothing in the command is changed but the port where several nodes meet: another run on this
+    machine may use it, and the two would join.
+
     Args:
         run: What to run.
         package: The folder that `package_folder` made.
@@ -260,6 +272,8 @@ def run_literally(run: Run, package: Path, limit: float = LIMIT_SECONDS) -> Outc
     """
     environment = base_environment(run.backend, run.variables) | {"PYTHONPATH": str(package)}
     words = shlex.split(run.snippet.command)
+    if run.snippet.nodes > 1:
+        words = at_a_free_port(words)
     words[0] = str(Path(sys.executable).with_name("torchrun"))
     if not Path(words[0]).exists():
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
@@ -277,7 +291,23 @@ def run_literally(run: Run, package: Path, limit: float = LIMIT_SECONDS) -> Outc
         texts = [Path(folder, f"{node}.out").read_text() for node in range(len(started))]
         errors = {f"node {n}": Path(folder, f"{n}.err").read_text() for n in range(len(started))}
     printed = [line for text in texts for line in text.splitlines()]
-    return Outcome(run, max(codes, key=abs), printed, errors, seconds, timed_out)
+    code = next((code for code in codes if code > 0), min(codes))  # a status before a signal
+    return Outcome(run, code, printed, errors, seconds, timed_out)
+
+
+def at_a_free_port(words: list[str]) -> list[str]:
+    """Return a command whose rendezvous endpoint has another port: one that is free.
+
+    Args:
+        words: A torchrun command that `snippet_files.read` accepted.
+
+    Returns:
+        The same words, with `localhost:PORT` replaced.
+    """
+    return [
+        re.sub(r"^(--rdzv[-_]endpoint=)?localhost:\d+$", rf"\g<1>localhost:{free_port()}", word)
+        for word in words
+    ]
 
 
 def start_node(
@@ -297,18 +327,25 @@ def start_node(
 
 
 def waited_for(started: list[subprocess.Popen[bytes]], deadline: float) -> tuple[list[int], bool]:
-    """Wait for all processes; stop those that are late."""
-    timed_out = False
+    """Wait for all processes; stop those that are late, or that go on long after another failed."""
+    timed_out, in_time, looked = False, deadline, 0.0
+    family: set[tuple[int, str]] = set()
     LEADERS.update(process.pid for process in started)
-    for process in started:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            processes.stop(process.pid)
-    codes = [process.wait() for process in started]
+    while running := [process for process in started if process.poll() is None]:
+        now = time.monotonic()
+        if len(started) > 1 and now - looked > LOOK_SECONDS:  # an agent may be killed: whose ranks?
+            looked = now
+            family.update(*(processes.descendants(process.pid) for process in running))
+        if any(process.returncode for process in started):
+            in_time = min(in_time, now + GRACE_SECONDS)
+        if now > in_time:
+            timed_out = now > deadline
+            for process in running:
+                processes.stop(process.pid)
+        time.sleep(0.02)
     LEADERS.difference_update(process.pid for process in started)
-    return codes, timed_out
+    processes.kill(family)
+    return [process.wait() for process in started], timed_out
 
 
 def free_port() -> int:

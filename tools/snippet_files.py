@@ -61,6 +61,11 @@ class Snippet:
         return int(option(self.command, "nproc-per-node", "1"))
 
     @property
+    def ranks(self) -> int:
+        """Processes on all nodes together."""
+        return self.processes * self.nodes
+
+    @property
     def nodes(self) -> int:
         """Nodes, from the command; each is one agent on this machine."""
         return int(option(self.command, "nnodes", "1"))
@@ -166,6 +171,8 @@ def read(folder: Path, api: str) -> Snippet:
         raise SnippetError(f"{path}:1: the docstring has no indented `torchrun ...` command")
     if shlex.split(command)[-1] != path.name:
         raise SnippetError(f"{path}:1: the command must end with {path.name}: {command}")
+    if fault := command_fault(command):
+        raise SnippetError(f"{path}:1: {fault}: {command}")
     start, promise = promised(lines, path)
     prose = [part.replace("\n", " ").strip() for part in docstring.strip().split("\n\n")]
     why = [part for part in prose[1:] if not part.startswith(("Run ", PROMISE_HEADING, "torchrun"))]
@@ -181,6 +188,32 @@ def read(folder: Path, api: str) -> Snippet:
         promise=tuple(promise),
         promise_line=first_line + start,
     )
+
+
+def command_fault(command: str) -> str:
+    """Say why the runner cannot take a command as the statement of nodes and processes.
+
+    Args:
+        command: A torchrun command line.
+
+    Returns:
+        What is wrong and what to write; empty if nothing is.
+    """
+    for name in ("nnodes", "nproc-per-node"):
+        value = option(command, name, "1")
+        if not value.isdigit() or int(value) < 1:
+            return f"--{name} must be one number, not {value!r}, for the runner to count ranks"
+    if option(command, "nnodes", "1") == "1":
+        return ""
+    if "--standalone" in command:
+        return "--standalone means one host; leave it out or leave out --nnodes"
+    meeting = option(command, "rdzv-backend", "static"), option(command, "rdzv-endpoint", "")
+    if meeting[0] != "c10d" or not re.fullmatch(r"localhost:\d+", meeting[1]):
+        return (
+            "several nodes need a place to meet: write `--rdzv-backend c10d "
+            "--rdzv-endpoint localhost:PORT`"
+        )
+    return ""
 
 
 def before_the_command(prose: list[str]) -> list[str]:

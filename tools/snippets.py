@@ -107,7 +107,7 @@ def plan(snippets: list[Snippet], by_name: Iterable[str], *, literal: bool, gpus
 
 def why_not(snippet: Snippet, backend: str, gpus: int) -> str:
     """Say why this machine cannot run a file on a backend; empty if it can."""
-    cards = snippet.processes * snippet.nodes
+    cards = snippet.ranks
     if backend == "gloo":
         return "needs a GPU, as its name says" if snippet.needs_gpu else ""
     if gpus < cards:

@@ -166,7 +166,7 @@ def index(groups: dict[str, list[Snippet]], root: Path, found: dict[str, Path]) 
         if key in found:
             name = f"[{name}]({link_to(found[key], root, start)}#{anchor(first)})"
         apis = "<br>".join(snippet.api for snippet in group)
-        count = f"{first.processes * first.nodes}"
+        count = f"{first.ranks}"
         lines.append(f"| {name} | `{first.command}` | {count} | {apis} |")
     return "\n".join(lines).strip() + "\n"
 
