@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ from fsdp_ref.columns import align, dtype_in_words, ranks_in_words, rich_table
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.recording import Event
 from fsdp_ref.unit_module import UnitModule
+
+_Key = TypeVar("_Key")
 
 # The arithmetic
 
@@ -245,8 +247,16 @@ class Summary:
         """Bytes of weights and gradients that this rank sent, by operation."""
         return self._bytes_by(lambda entry: entry.operation)
 
-    def _bytes_by(self, key: Callable[[Entry], str]) -> dict[str, int]:
-        sums: Counter[str] = Counter()
+    @property
+    def bytes_by_ranks(self) -> dict[tuple[int, ...], int]:
+        """Bytes of weights and gradients that this rank sent, by the ranks that took part.
+
+        Under a hybrid strategy these are its two levels: inside a copy, and across the copies.
+        """
+        return self._bytes_by(lambda entry: entry.ranks)
+
+    def _bytes_by(self, key: Callable[[Entry], _Key]) -> dict[_Key, int]:
+        sums: Counter[_Key] = Counter()
         for entry in self.entries:
             if not entry.is_agreement:
                 sums[key(entry)] += entry.bytes_sent
