@@ -30,6 +30,7 @@ ORDER = (
     "traces",
     "inspection",
     "places",
+    "replicas",
     "columns",
     "unit_module",
     "wrapper",
