@@ -18,7 +18,9 @@ cost memory; their gradients are averaged by an all-reduce after the reduce-scat
 
 The hybrid strategies take a pair of groups, or a mesh of two dimensions. Left out, it is one
 host and, across hosts, the ranks of equal local rank. See
-[process groups][fsdp_ref.process_groups].
+[process groups][fsdp_ref.process_groups]. What is sent on each level stands in a
+[timeline][fsdp_ref.Timeline]: `summary().bytes_by_ranks`. Copies must start equal; the first
+forward compares them.
 
 Tip: Keep weights whole after a forward if they fit
     `SHARD_GRAD_OP` sends what plain data parallelism sends, and cuts gradients and the state of
