@@ -313,6 +313,41 @@ def docs_versions(session: nox.Session) -> None:
     run(session, "-m", "tools.versions", "check", *session.posargs, to_fix=to_fix)
 
 
+NO_CHROMIUM = """\
+there is no `chromium` on this machine, so nobody looked at the site. \
+Debian, Ubuntu: sudo apt-get install --no-install-recommends chromium"""
+
+
+def install_browser_tools(session: nox.Session) -> None:
+    """Add what drives a browser to the shared environment, where it is not there yet."""
+    wanted = [pinned("playwright"), pinned("axe-playwright-python")]
+    stamp = ENV / "browser-tools.json"
+    if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
+        return
+    install = ("-m", "pip", "install", "-c", "constraints.txt", *wanted)
+    run(session, *install, to_fix="pip could not install the browser tools; its message is above.")
+    stamp.write_text(json.dumps(wanted))
+
+
+@shared(name="docs-browser")
+def docs_browser(session: nox.Session) -> None:
+    """Use the versioned site with a real Chromium; `-- -k WORDS` picks some of the tests."""
+    if shutil.which("chromium") is None:
+        if os.environ.get("CI"):
+            session.error(NO_CHROMIUM)
+        session.skip(NO_CHROMIUM)
+    install_browser_tools(session)
+    tree = ROOT / "build" / "versions"
+    to_fix = "the site could not be built; the line above says why."
+    run(session, "-m", "tools.versions", "tree", str(tree), to_fix=to_fix)
+    os.environ["FSDP_REF_BROWSER_SITE"] = str(tree)
+    run(
+        session,
+        *("-m", "pytest", "tests/browser", *session.posargs),
+        to_fix="a reader would see the faults above. `nox -s docs-browser -- --lf` repeats them.",
+    )
+
+
 @shared(name="docs-deploy")
 def docs_deploy(session: nox.Session) -> None:
     """Write `-- VERSION [ALIAS]` of the site to the local branch gh-pages; pushes nothing."""

@@ -299,11 +299,13 @@ def run_ci_with(python3: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a copy of the CI script in which `python3 noxfile.py` is a stand-in."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
-    stand_in = folder / "bin" / "python3"
-    stand_in.parent.mkdir()
-    stand_in.write_text(f"#!/usr/bin/env bash\n{python3}\n")
-    stand_in.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}"}
+    programs = folder / "bin"
+    programs.mkdir()
+    # The others stand in so that nothing is installed on the machine that runs this test.
+    for name, script in {"python3": python3, "apt-get": ":", "sudo": ":"}.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(folder / ".ci" / "run")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -316,7 +318,15 @@ def test_ci_closes_with_the_summary_of_the_tests_and_names_each_part(tmp_path: P
     lines = done.stdout.splitlines()
     assert done.returncode == 0
     assert lines[-1] == SUMMARY
-    for part in ("set-up", "lint", "types", "tests and docs-test", "docs-versions", "in all"):
+    for part in (
+        "set-up",
+        "lint",
+        "types",
+        "tests and docs-test",
+        "docs-versions",
+        "docs-browser",
+        "in all",
+    ):
         assert any(re.fullmatch(rf" *\d+ s  {part}", line) for line in lines), part
 
 
@@ -326,6 +336,27 @@ def test_ci_fails_when_any_part_fails_and_still_runs_the_others(tmp_path: Path):
     assert done.returncode == 1
     assert lines[-2:] == ["FAILED: lint (exit 3)", SUMMARY]
     assert any(line.endswith("docs-versions") for line in lines)
+
+
+def test_ci_insists_on_a_browser(tmp_path: Path):
+    run = f'case "$*" in *browser*) echo "CI=$CI";; *tests*) echo "{SUMMARY}";; esac'
+    assert "CI=true" in run_ci_with(run, tmp_path).stdout.splitlines()
+
+
+@pytest.mark.parametrize(("ci", "code"), [("", 0), ("true", 1)])
+def test_without_chromium_the_browser_session_says_so_and_fails_only_in_ci(ci: str, code: int):
+    programs = str(Path(sys.executable).parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", "docs-browser", "-R"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": programs, "CI": ci},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "there is no `chromium` on this machine" in done.stderr
 
 
 def test_ci_does_not_pass_when_no_test_is_known_to_have_run(tmp_path: Path):

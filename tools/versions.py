@@ -1,11 +1,12 @@
 """Deploys versions of the site, and checks that they stay apart.
 
     python -m tools.versions check
+    python -m tools.versions tree FOLDER
     python -m tools.versions deploy VERSION [ALIAS]
 
 `check` works on a temporary clone of this checkout, with uncommitted changes laid over it: there it
 deploys `dev` and the changelog's newest release, one page of which differs, and looks at the
-result. `deploy` writes to the local branch gh-pages. Nothing here pushes.
+result. `tree` keeps these two versions in a folder, for a browser. `deploy` writes to the local branch gh-pages. Nothing here pushes.
 """
 
 from __future__ import annotations
@@ -200,26 +201,50 @@ def check_wheel(tree: Path, release: str, work: Path) -> str:
     return f"wheel: {offered.name} installs and runs the downloaded {DOWNLOAD}"
 
 
+def make_tree(root: Path, work: Path) -> tuple[Path, str]:
+    """Deploy two versions of a checkout into a clone of it, and lay them out as a server has them.
+
+    Args:
+        root: The checkout; uncommitted changes count.
+        work: An empty folder to work in.
+
+    Returns:
+        The folder with both versions, and the name of the release among them.
+    """
+    release = newest_release((root / "CHANGELOG.md").read_text())
+    clone, tree = work / "clone", work / "tree"
+    with step("cloning this checkout"):
+        clone_with_changes(root, clone)
+    with step(f"deploying {DEVELOPMENT}"):
+        deploy_version(clone, DEVELOPMENT, [], **OWN_IDENTITY)
+    page = clone / "site" / f"{CHANGED_PAGE}.md"
+    page.write_text(f"{page.read_text()}\n{MARK}\n")
+    with step(f"deploying {release} as {LATEST}"):
+        deploy_version(clone, release, [LATEST], **OWN_IDENTITY)
+        mike(clone, "set-default", LATEST, **OWN_IDENTITY)
+    extract(clone, tree)
+    return tree, release
+
+
 def check(root: Path = ROOT) -> None:
     """Deploy two versions of this checkout into a temporary clone and look at the result."""
     require_mkdocs()
-    release = newest_release((root / "CHANGELOG.md").read_text())
     with tempfile.TemporaryDirectory(prefix="fsdp-ref-versions-") as temporary:
         work = Path(temporary).resolve()
-        clone, tree = work / "clone", work / "tree"
-        with step("cloning this checkout"):
-            clone_with_changes(root, clone)
-        with step(f"deploying {DEVELOPMENT}"):
-            deploy_version(clone, DEVELOPMENT, [], **OWN_IDENTITY)
-        page = clone / "site" / f"{CHANGED_PAGE}.md"
-        page.write_text(f"{page.read_text()}\n{MARK}\n")
-        with step(f"deploying {release} as {LATEST}"):
-            deploy_version(clone, release, [LATEST], **OWN_IDENTITY)
-            mike(clone, "set-default", LATEST, **OWN_IDENTITY)
-        extract(clone, tree)
+        tree, release = make_tree(root, work)
         lines = [*check_tree(tree, release), check_wheel(tree, release, work)]
     print("\n".join(lines))
     print(f"{len(lines)} checks of the versioned site passed", flush=True)
+
+
+def keep_tree(folder: Path, root: Path = ROOT) -> None:
+    """Lay two versions of this checkout out in a folder, in place of what is there."""
+    require_mkdocs()
+    with tempfile.TemporaryDirectory(prefix="fsdp-ref-versions-") as temporary:
+        tree, release = make_tree(root, Path(temporary).resolve())
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tree, folder, symlinks=True)
+    print(f"versions {DEVELOPMENT} and {release} are in {folder}", flush=True)
 
 
 # --- The real thing -------------------------------------------------------------------------------
@@ -269,6 +294,8 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="deploy two versions into a temporary clone and check them")
+    kept = commands.add_parser("tree", help="keep the two versions of the check in a folder")
+    kept.add_argument("folder", metavar="FOLDER", type=Path)
     real = commands.add_parser("deploy", help="write a version to the local branch gh-pages")
     real.add_argument("version", metavar="VERSION")
     real.add_argument("aliases", metavar="ALIAS", nargs="*")
@@ -276,12 +303,13 @@ def main() -> None:
     try:
         if given.command == "check":
             check()
+        elif given.command == "tree":
+            keep_tree(given.folder)
         else:
             deploy(given.version, given.aliases)
     except VersionsError as error:
-        raise SystemExit(
-            f"docs-{'versions' if given.command == 'check' else 'deploy'}: {error}"
-        ) from None
+        session = {"check": "docs-versions", "tree": "docs-browser", "deploy": "docs-deploy"}
+        raise SystemExit(f"{session[given.command]}: {error}") from None
 
 
 if __name__ == "__main__":
