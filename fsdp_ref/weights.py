@@ -9,6 +9,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from torch import Tensor, nn
 
+from fsdp_ref.consolidate import consolidate_shard_weights
 from fsdp_ref.errors import SummonContextError
 from fsdp_ref.full_params import full_parameters
 from fsdp_ref.optim_names import OlderOptimizerNames
@@ -45,6 +46,8 @@ class _method_or_static(Generic[P, T]):
 
 class WeightAccess(StateDicts, OlderOptimizerNames):
     """A wrapper whose weights can be seen, edited, saved and loaded as a whole."""
+
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     @_method_or_static
     @contextmanager

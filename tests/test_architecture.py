@@ -14,7 +14,9 @@ ROOT = Path(fsdp_ref.__file__).parent
 
 # In import order, top first: a module may import only modules that stand below it.
 ORDER = (
+    "__main__",
     "__init__",
+    "checkpoint",
     "fully_sharded",
     "weights",
     "saving",
@@ -44,13 +46,15 @@ ORDER = (
     "initialize",
     "deferred",
     "fingerprints",
-    "checkpoint",
     "loading",
+    "sent_values",
     "local_shards",
     "state_dict",
+    "consolidate",
+    "checkpoint_files",
+    "safetensors_file",
     "small_groups",
     "state_dict_types",
-    "consolidate",
     "full_params",
     "edits",
     "full_grads",
