@@ -29,7 +29,8 @@ from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.layout import ParameterSlot
 from fsdp_ref.local_shards import Units, is_local
 from fsdp_ref.originals import OriginalParameter, is_unit
-from fsdp_ref.row_shards import is_cut, stored_name, whole
+from fsdp_ref.row_shards import stored_name
+from fsdp_ref.sent_values import SentValue, fetched
 from fsdp_ref.stand_ins import LoadTarget
 from fsdp_ref.state_dict import refuse_unseen, registered_instead
 from fsdp_ref.unit import Unit
@@ -81,7 +82,7 @@ class Loading:
     def translate(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Give this rank's versions their plain names, and make whole what is not for a unit.
 
-        Collective for `DTensor`s that are not for a parameter of a unit.
+        Collective for `DTensor`s that are not for a parameter of a unit, and for sent values.
 
         Args:
             state_dict: What was found, to be changed in place.
@@ -94,6 +95,7 @@ class Loading:
             owner = self._owner(key.removeprefix(prefix))
             if version and owner.placement.size < world_size:
                 value = state_dict.pop(key)  # other groups' versions are theirs to load
+                value = fetched(value) if isinstance(value, SentValue) else value
                 if stored_name(version[1], owner.placement) == key:
                     mine[version[1]] = value
         state_dict.update(mine)
@@ -105,8 +107,7 @@ class Loading:
             for _, _, name in original.places
         }
         for key in sorted(state_dict.keys() - inside):
-            if is_cut(state_dict[key]):
-                state_dict[key] = whole(state_dict[key])
+            state_dict[key] = fetched(state_dict[key])
 
     def _owner(self, name: str) -> Unit:
         """Return the innermost unit that a name leads into."""
@@ -173,7 +174,7 @@ class Loading:
         """
         self.refuse_misfits(where, strict=strict and not self.afterwards)
         for unit, flat_param, index, value in self._noted:
-            self._write(unit, flat_param, index, whole(value))
+            self._write(unit, flat_param, index, fetched(value))
         for hook, module in self.afterwards:
             hook(module, _IncompatibleKeys(self.missing, self.unexpected))
         self.refuse_misfits(where, strict=strict)

@@ -181,7 +181,16 @@ def saved_on_first(
         }
         for name, values in read["state"].items()
     }
+    for name, values in state.items():
+        if re.search(r"@rank\d+$", name):  # each rank wants another one of these
+            values |= {n: _had(v) for n, v in values.items() if isinstance(v, Whole)}
     return _by_stored_name(state, read["param_groups"], names)
+
+
+def _had(value: Whole) -> Whole:
+    """Fetch a value now, on every rank, and return it for those who want it."""
+    full = value.fetch()
+    return Whole(value.shape, value.dtype, lambda: full)
 
 
 def _told(optim_state_dict: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ Tip: Save the optimizer through the model
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -206,6 +207,11 @@ def export_state(
             bring_together(state, by_name, entries, inside, root)
         if form.rank0_only and units and not is_first(units[0]):
             return {}
+    elif form.kind == "sharded":
+        # A file has one list for all ranks, so it must not say which version this rank has.
+        for group in by_name:
+            for names_of in group.keys() & {"params", "param_names"}:
+                group[names_of] = [re.sub(r"@rank\d+$", "", name) for name in group[names_of]]
     return {"state": state, "param_groups": by_name}
 
 

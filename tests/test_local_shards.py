@@ -153,12 +153,14 @@ def strangers() -> None:
     assert (model.local_state_dict()[f"layers.0._flat_param{tag()}"] == 1).all()
 
     with model.summon_full_params():
-        for function in (FSDP.local_state_dict, local_shards.local_state):
-            with provokes(function, SummonContextError, match="older than what is shown"):
-                model.local_state_dict()
-        for function in (FSDP.load_local_state_dict, local_shards.load_local_state):
-            with provokes(function, SummonContextError):
-                model.load_local_state_dict(before)
+        with provokes(FSDP.local_state_dict, SummonContextError, match="older than what is"):
+            model.local_state_dict()
+        with provokes(local_shards.local_state, SummonContextError):
+            model.local_state_dict()
+        with provokes(FSDP.load_local_state_dict, SummonContextError):
+            model.load_local_state_dict(before)
+        with provokes(local_shards.load_local_state, SummonContextError):
+            model.load_local_state_dict(before)
 
 
 def test_shards_of_another_rank_or_number_of_ranks_are_refused_by_name():
