@@ -108,6 +108,8 @@ class Loading:
         }
         for key in sorted(state_dict.keys() - inside):
             state_dict[key] = fetched(state_dict[key])
+            if isinstance(state_dict[key], FlatParameter):  # torch's helpers add what is registered
+                del state_dict[key]
 
     def _owner(self, name: str) -> Unit:
         """Return the innermost unit that a name leads into."""

@@ -26,7 +26,7 @@ from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.row_shards import is_cut, whole
 from tests.models import CASES
 from tests.provoked import provokes
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from tests.test_small_groups import with_experts
 from tests.toy import mean_square, my_part, nested, seeded, whole_batch
 
@@ -413,6 +413,37 @@ def torchs_helpers(orig: bool, path: str) -> None:
     assert all(torch.equal(v, expected[name]) for name, v in model.state_dict().items())
     torchs.set_model_state_dict(theirs, checkpoint.get_model_state_dict(model))
     assert all(torch.equal(whole(v), expected[k]) for k, v in theirs.state_dict().items())
+
+
+def torchs_options(orig: bool, options: dict[str, bool], form: str) -> None:
+    model, sent = nested(seeded(), use_orig_params=orig), "broadcast_from_rank0" in options
+    expected = {name: value + 1 for name, value in seeded().state_dict().items()}
+    given = {} if sent and dist.get_rank() > 0 else dict(expected)
+    with FSDP.state_dict_type(model, form):
+        keys = torchs.set_model_state_dict(model, given, options=Options(**options))
+    assert not keys.missing_keys
+    assert not keys.unexpected_keys
+    assert all(torch.equal(v, expected[name]) for name, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"full_state_dict": True},
+        {"full_state_dict": True, "cpu_offload": True},
+        {"full_state_dict": True, "broadcast_from_rank0": True},
+        {"strict": False},
+    ],
+    ids=str,
+)
+def test_torchs_own_model_helpers_load_with_their_options(orig, form, options):
+    if "broadcast_from_rank0" in options and not orig:
+        with pytest.raises(RankFailure, match=r"SilentRanksError|LoadError"):  # never silently
+            run_ranks(2, torchs_options, orig, options, form, dist_timeout=2)
+    else:
+        run_ranks(2, torchs_options, orig, options, form)
 
 
 @pytest.mark.parametrize("orig", [False, True])
