@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from fsdp_ref.errors import PolicyError
+from fsdp_ref.marks import is_left_out
 from fsdp_ref.naming import where_is
 from fsdp_ref.originals import NOTHING_IGNORED, Ignored, has_forward
 
@@ -81,7 +82,7 @@ def answers_of(
         for child_name, child in _children(module):
             if child not in seen and child not in ignored.modules:
                 taken += yield from visit(child, f"{name}.{child_name}" if name else child_name)
-        if not has_forward(type(module)):
+        if not has_forward(type(module)) or is_left_out(module):
             return taken
         answer = ask(module, False, numel - taken, module is root)
         if answer is False:
@@ -111,6 +112,9 @@ def one_form(policy: Any, root: nn.Module, defaults: Mapping[str, Any], ignored:
     if isinstance(policy, AnyOf):
         parts = [one_form(part, root, defaults, ignored) for part in policy.policies]
         return lambda *question: _first_of(part(*question) for part in parts)
+    if hasattr(policy, "_in_tree"):  # it has to know the root
+        in_tree: Callable[[nn.Module], Any] = policy._in_tree(root)
+        return lambda module, recurse, *_: recurse or in_tree(module)
     if hasattr(policy, "_run_policy"):  # torch's policy objects
         targets = policy._run_policy(root, set(ignored.modules), dict(defaults))
         own = {module: _own_part(answer, defaults) for module, answer in targets.items()}

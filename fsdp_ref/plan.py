@@ -6,17 +6,16 @@ still the plain model that it was.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
 from fsdp_ref.asking import AnyOf, answers_of
-from fsdp_ref.errors import AlreadyWrappedError, FSDPError, PolicyError, TiedParametersError
+from fsdp_ref.errors import AlreadyWrappedError, PolicyError, TiedParametersError
 from fsdp_ref.initialize import refuse_deferred
+from fsdp_ref.marks import Wish, root_says_wrap
 from fsdp_ref.naming import where_is
 from fsdp_ref.options import as_options
 from fsdp_ref.originals import (
@@ -28,8 +27,13 @@ from fsdp_ref.originals import (
 )
 from fsdp_ref.precision import Precision, as_precision
 from fsdp_ref.strategies import PLACE_ARGUMENTS, place
-
-Wrapper: TypeAlias = Callable[..., nn.Module]
+from fsdp_ref.unit_arguments import (
+    Wrapper,
+    between_other_dtypes,
+    layered,
+    marked_arguments,
+    own_overrides,
+)
 
 
 @dataclass(frozen=True)
@@ -77,27 +81,34 @@ def plan_units(
     Raises:
         AlreadyWrappedError: If `root` is or contains a unit already.
         PolicyError: If the policy is none, or returns something else than a bool or a dict of
-            arguments that the wrapper takes; or if a `wrapper_config` is not such a dict.
+            arguments that the wrapper takes for one unit; or if a mark is not such an answer.
         PrecisionError: If a `mixed_precision` is not understood.
         OptionError: If another argument for a unit is not understood.
         TiedParametersError: If the policy would put one parameter into two units.
     """
     _refuse_wrapped(root, wrapper_cls, ignored)
     asked = AnyOf([policy, _exempt_from(defaults)]) if is_unit_class(wrapper_cls) else policy
+    of_root = root_says_wrap(root)
     units = [
-        _planned(answer, name, module, wrapper_cls)
+        _planned(answer, name, module, wrapper_cls, of_root)
         for name, module, answer in answers_of(root, asked, defaults, ignored)
     ]
     _refuse_split_ties(root, units, ignored)
     if is_unit_class(wrapper_cls):
         originals = collect_originals(root, ignored)
         refuse_parameters(originals, where_is(""), may_be_on_meta=True)  # the wrapper knows
-        for unit in units:
-            chosen = {**defaults, **unit.overrides}
-            ranks = {key: chosen.get(key) for key in PLACE_ARGUMENTS}
-            place(**ranks, where=where_is(unit.name))
-            as_options(chosen, where_is(unit.name))
+        units = [_for_a_unit(unit, defaults) for unit in units]
     return units
+
+
+def _for_a_unit(unit: PlannedUnit, defaults: Mapping[str, Any]) -> PlannedUnit:
+    """Check the arguments of a real unit as its constructor will."""
+    where = where_is(unit.name)
+    overrides = between_other_dtypes(unit.overrides, defaults, where)
+    chosen = layered(defaults, overrides)
+    place(**{key: chosen.get(key) for key in PLACE_ARGUMENTS}, where=where)
+    as_options(chosen, where)
+    return replace(unit, overrides=overrides)
 
 
 def _exempt_from(defaults: Mapping[str, Any]) -> Callable[[nn.Module], bool | _Exemption]:
@@ -128,7 +139,7 @@ def refuse_uninitialized(
     """
     planned = Ignored(modules=frozenset(unit.module for unit in units)) | ignored
     for unit in units:
-        chosen = {**defaults, **unit.overrides}
+        chosen = layered(defaults, unit.overrides)
         if is_unit_class(unit.wrapper_cls) and not chosen.get("sync_module_states"):
             init, where = chosen.get("param_init_fn"), where_is(unit.name)
             refuse_deferred(unit.module, init, where=where, ignored=planned)
@@ -146,80 +157,23 @@ def is_unit_class(wrapper_cls: Any) -> bool:
     return bool(getattr(getattr(wrapper_cls, "func", wrapper_cls), "_is_fsdp_unit", False))
 
 
-# Arguments
-
-
-def own_config(module: nn.Module, where: str) -> dict[str, Any]:
-    """Return the arguments that a module carries for its own unit, in FairScale's attribute.
-
-    Args:
-        module: The module.
-        where: Who asks, for messages.
-
-    Returns:
-        A copy of `module.wrapper_config`, or an empty dict.
-
-    Raises:
-        PolicyError: If the attribute is no dict.
-    """
-    config = getattr(module, "wrapper_config", None)
-    if config is not None and not isinstance(config, dict):
-        raise PolicyError.at(
-            where,
-            expected="wrapper_config to be a dict of arguments",
-            found=repr(config),
-            fix="An empty dict asks for a unit like all others.",
-        )
-    return dict(config or {})
-
-
-def _planned(answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper) -> PlannedUnit:
-    """Check what a policy returned for a module that it selects."""
+def _planned(
+    answer: Any, name: str, module: nn.Module, wrapper_cls: Wrapper, of_root: Callable[..., Wish]
+) -> PlannedUnit:
+    """Check what a policy returned for a module that it selects, and add what marks say."""
+    where = f"{where_is(name)} ({type(module).__name__})"
     if answer is not True and not isinstance(answer, dict):
         raise PolicyError.at(
-            where_is(name) + f" ({type(module).__name__})",
+            where,
             expected="True, False or a dict of arguments from the policy",
             found=repr(answer),
             fix="Does the policy return something for every module?",
         )
-    overrides = {**({} if answer is True else answer), **own_config(module, where_is(name))}
-    wrapper_cls = overrides.pop("wrapper_cls", wrapper_cls)
-    refuse_unknown_arguments(overrides, wrapper_cls, where_is(name), PolicyError, inner=True)
+    weaker = [("auto_wrap_policy", answer), ("fsdp_wrap_fn", of_root(module, where))]
+    said = marked_arguments(module, where, weaker)
+    wrapper_cls, overrides = own_overrides(said, wrapper_cls, where)
     is_chosen = not isinstance(answer, _Exemption)
     return PlannedUnit(name, module, wrapper_cls, overrides, is_chosen)
-
-
-def refuse_unknown_arguments(
-    arguments: Mapping[str, Any],
-    wrapper_cls: Wrapper,
-    where: str,
-    error_class: type[FSDPError],
-    inner: bool = False,
-) -> None:
-    """Raise if a wrapper does not take an argument, and name the nearest one that it takes.
-
-    Args:
-        arguments: The arguments.
-        wrapper_cls: The wrapper.
-        where: Who asks, for messages.
-        error_class: What to raise.
-        inner: Whether a policy is being applied, so that no other one may be handed on.
-    """
-    parameters = list(inspect.signature(wrapper_cls).parameters.values())
-    known = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if inner and "auto_wrap_policy" in known:
-        known.remove("auto_wrap_policy")  # the policy that runs has looked inside already
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    for key in arguments:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise error_class.at(
-                where,
-                expected=f"arguments among {', '.join(known) or 'none'}",
-                found=repr(key),
-                fix=f"Did you mean {nearest[0]!r}?" if nearest else "The wrapper takes none.",
-            )
 
 
 # Refusals

@@ -22,6 +22,7 @@ from torch import nn
 
 from fsdp_ref.asking import FORCE_LEAF_MODULES, AnyOf, describe_policy
 from fsdp_ref.errors import ContainerWithoutForwardError, PolicyError
+from fsdp_ref.marks import function_of, mark_of, wish_of
 from fsdp_ref.originals import has_forward
 
 DEFAULT_MIN_NUM_PARAMS = int(1e8)
@@ -223,10 +224,58 @@ def config_auto_wrap_policy(
         >>> config_auto_wrap_policy(layer, False, 6, False)
         True
     """
-    return recurse or hasattr(module, "wrapper_config")
+    return recurse or mark_of(module, "wrapper_config") is not None
 
 
-for _by_rule in (lambda_auto_wrap_policy, transformer_auto_wrap_policy, config_auto_wrap_policy):
+def composer_auto_wrap_policy(
+    module: nn.Module, recurse: bool = False, nonwrapped_numel: int = 0
+) -> Answer:
+    """Select the modules that ask for it in Composer's way.
+
+    A module asks with `module._fsdp_wrap`, a bool or a dict of constructor arguments for its unit.
+    About modules without that mark, the root is asked, if it has a method `fsdp_wrap_fn(module)`;
+    the root is the module to which the policy is applied. Composer looks for the same two. Every
+    other policy heeds the arguments, and the mark `False`, as well; this one also wraps because of
+    them. Called by itself it knows no root, and looks at the module's own mark. Not collective.
+
+    Args:
+        module: The module asked about.
+        recurse: Whether to look inside (`True`), or to make the module a unit (`False`).
+        nonwrapped_numel: Not looked at.
+
+    Returns:
+        `True` for looking inside; otherwise what the module, or the root, says.
+
+    Raises:
+        PolicyError: If a mark is neither a bool nor a dict.
+
+    Examples:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer._fsdp_wrap = {"process_group": "self"}
+        >>> composer_auto_wrap_policy(layer), composer_auto_wrap_policy(nn.Linear(2, 2))
+        ({'process_group': 'self'}, False)
+    """
+    wish = wish_of(module, type(module).__name__)
+    return recurse or (False if wish is None else wish)
+
+
+def _marked_or_said_by(root: nn.Module) -> Callable[[nn.Module], bool]:
+    """Return the same policy for a tree. It selects only; `plan.py` reads answers, and checks."""
+    function = function_of(root, "fsdp_wrap_fn") or (lambda module: False)
+
+    def rule(module: nn.Module) -> bool:
+        mark = mark_of(module, "_fsdp_wrap")
+        return (function(module) if mark is None else mark) is not False
+
+    return rule
+
+
+vars(composer_auto_wrap_policy)["_in_tree"] = _marked_or_said_by
+
+for _by_rule in (
+    *(lambda_auto_wrap_policy, transformer_auto_wrap_policy),
+    *(config_auto_wrap_policy, composer_auto_wrap_policy),
+):
     vars(_by_rule)["_is_blind_to_sizes"] = True
 
 

@@ -24,14 +24,16 @@ these settings. A policy may return another one for a single unit.
 
 | `mixed_precision` | parameters | reduction | buffers | whose word |
 | --- | --- | --- | --- | --- |
-| `None`, `False`, `'full'` | own | own | own | Composer: `FULL` |
+| `None`, `False` | own | own | own | |
+| `'full'` | float32 | float32 | float32 | Composer: `FULL` |
 | `torch.bfloat16`, `'bf16'` | bfloat16 | bfloat16 | own | any dtype, also in a dict |
 | `'default'` | bfloat16 | float32 | bfloat16 | Composer: `DEFAULT` |
 | `'pure'` | bfloat16 | bfloat16 | bfloat16 | Composer: `PURE` |
 | `True` | float16 | float16 | float16 | FairScale |
 
-Words may be written in either case. `'full'` leaves every dtype as it is; it does not make
-anything float32. Composer takes the low dtype of its words from the trainer's `precision`; here
+Words may be written in either case. `'full'` makes everything float32, as Composer documents it,
+whatever dtype the model has, and casts inputs to it; Composer's own code leaves dtypes as they are.
+Composer takes the low dtype of its words from the trainer's `precision`; here
 it is bfloat16. What `True` means is read off FairScale's own constructor: `compute_dtype` becomes
 float16, `buffer_dtype` follows it, and gradients are reduced in it unless `fp32_reduce_scatter`
 says otherwise, which is `reduce_dtype` here.
@@ -281,7 +283,11 @@ _DTYPE_WORDS = {
 }
 _THREE = ("param_dtype", "reduce_dtype", "buffer_dtype")
 _WORDS: dict[str, dict[str, Any]] = {
-    "full": {},
+    "full": {
+        **dict.fromkeys(_THREE, torch.float32),
+        "cast_forward_inputs": True,  # from low units around it
+        "_module_classes_to_ignore": (),  # nothing to be exempt from
+    },
     "default": {**dict.fromkeys(_THREE, torch.bfloat16), "reduce_dtype": torch.float32},
     "pure": dict.fromkeys(_THREE, torch.bfloat16),
 }

@@ -178,29 +178,30 @@ from torch import nn
 
 from fsdp_ref.asking import describe_policy, may_look_at_sizes
 from fsdp_ref.errors import PolicyError, PolicyMatchedNothingWarning, WrapContextError
+from fsdp_ref.marks import is_left_out, should_recompute
 from fsdp_ref.naming import current_unit_name, unit_name_scope, where_is
 from fsdp_ref.originals import NOTHING_IGNORED, Ignored, resolve_ignored
-from fsdp_ref.plan import (
-    PlannedUnit,
-    Wrapper,
-    is_unit_class,
-    own_config,
-    plan_units,
-    refuse_uninitialized,
-    refuse_unknown_arguments,
-)
+from fsdp_ref.plan import PlannedUnit, is_unit_class, plan_units, refuse_uninitialized
 from fsdp_ref.policies import (
     DEFAULT_MIN_NUM_PARAMS,
     CustomPolicy,
     ModuleWrapPolicy,
     _or_policy,
     always_wrap_policy,
+    composer_auto_wrap_policy,
     config_auto_wrap_policy,
     default_auto_wrap_policy,
     lambda_auto_wrap_policy,
     or_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+)
+from fsdp_ref.recomputing import marked_for_recomputing, recompute
+from fsdp_ref.unit_arguments import (
+    Wrapper,
+    layered,
+    marked_arguments,
+    refuse_unknown_arguments,
 )
 
 __all__ = [
@@ -210,6 +211,7 @@ __all__ = [
     "always_wrap_policy",
     "apply_policy",
     "auto_wrap",
+    "composer_auto_wrap_policy",
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
@@ -314,13 +316,16 @@ def wrap(module: nn.Module, *, wrapper_cls: Wrapper | None = None, **overrides: 
         >>> wrap(layer) is layer
         True
     """
-    context = _in_force(wrapper_cls)
-    if context is None:
+    context, where = _in_force(wrapper_cls), f"wrap ({type(module).__name__})"
+    if context is None or is_left_out(module):
         return module
-    arguments = {**context.arguments, **own_config(module, "wrap"), **overrides}
+    marks = [arguments for _, arguments in marked_arguments(module, where)]
+    arguments = layered(context.arguments, *marks, overrides)
     wrapper_cls = wrapper_cls or arguments.pop("wrapper_cls", context.wrapper_cls)
     arguments.pop("wrapper_cls", None)
-    refuse_unknown_arguments(arguments, wrapper_cls, "wrap", WrapContextError)
+    refuse_unknown_arguments(arguments, wrapper_cls, where, WrapContextError)
+    if should_recompute(module, where):
+        recompute(module)
     return wrapper_cls(module, **arguments)
 
 
@@ -383,7 +388,7 @@ def auto_wrap(
     context = _in_force(wrapper_cls)
     if context is None:
         return module
-    arguments = {**context.arguments, **overrides}
+    arguments = layered(context.arguments, overrides)
     refuse_unknown_arguments(arguments, context.wrapper_cls, "auto_wrap", WrapContextError)
     policy = _policy_of_call(
         auto_wrap_policy, arguments.pop("auto_wrap_policy", None), min_num_params
@@ -480,6 +485,8 @@ def _wrap_all(
     root: nn.Module, units: list[PlannedUnit], defaults: Mapping[str, Any], ignored: Ignored
 ) -> nn.Module:
     """Replace each planned module by its wrapper, wherever it hangs; return the new root."""
+    for module in marked_for_recomputing(root, ignored):
+        recompute(module)
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in parent._modules.items():
@@ -488,7 +495,7 @@ def _wrap_all(
     outer = current_unit_name()
     for unit in units:
         name = f"{outer}.{unit.name}" if outer else unit.name
-        arguments = {**defaults, **unit.overrides, **_passed_on(unit, ignored)}
+        arguments = layered(defaults, unit.overrides, _passed_on(unit, ignored))
         with unit_name_scope(name) if name else nullcontext():
             wrapped = unit.wrapper_cls(unit.module, **arguments)
         for parent, child_name in places.get(unit.module, []):

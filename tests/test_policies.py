@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp_ref
-from fsdp_ref import FullyShardedDataParallel, asking, errors, plan, policies, wrapping
+from fsdp_ref import FullyShardedDataParallel, asking, errors, marks, policies, wrapping
 from tests.provoked import provokes
 from tests.ranks import run_ranks
 from tests.test_wrapping import (
@@ -205,8 +205,8 @@ def test_a_config_that_is_no_dict_or_names_an_unknown_argument_is_refused():
     model[2].wrapper_config = "red"
     with provokes(wrapping.apply_policy, errors.PolicyError, match="unit '2'.*found 'red'"):
         apply(model, fsdp_ref.config_auto_wrap_policy)
-    with provokes(plan.own_config, errors.PolicyError, match="a dict of arguments"):
-        plan.own_config(model[2], "here")
+    with provokes(marks.config_of, errors.PolicyError, match="a dict of arguments"):
+        marks.config_of(model[2], "here")
     with (
         fsdp_ref.enable_wrap(wrapper_cls=Unit),
         provokes(fsdp_ref.wrap, errors.PolicyError, match="a dict of arguments"),

@@ -232,8 +232,8 @@ def three(given):
     [
         (None, (None, None, None)),
         (False, (None, None, None)),
-        ("full", (None, None, None)),
-        ("FULL", (None, None, None)),
+        ("full", (FP32, FP32, FP32)),
+        ("FULL", (FP32, FP32, FP32)),
         (BF16, (BF16, None, None)),
         ("bf16", (BF16, None, None)),
         ("Float16", (FP16, None, None)),
