@@ -4,7 +4,8 @@ Every function is collective: all ranks of the group call it, with equal sizes a
 On CPU, messages go from rank to rank straight into their final place, which sends as few
 bytes as possible; the tag carries the unit's number, so ranks that are in different units
 get a time-out that Python can catch instead of mixed-up weights. Other devices use their
-backend's own all-gather and reduce-scatter.
+backend's own all-gather and reduce-scatter, each on a group of its own: there nothing but the
+order of the calls says what belongs together.
 """
 
 from __future__ import annotations

@@ -92,8 +92,9 @@ class FullyShardedDataParallel(WeightAccess):
     Args:
         module: The module to wrap; it is changed in place.
         process_group: The ranks that share this unit: `None` for all, a process group, a word
-            such as `'self'`, or a list of global ranks that contains this one. A hybrid
-            strategy takes a pair: the ranks that share one copy, the ranks that hold the others.
+            such as `'self'`, a list of global ranks that contains this one, or a list of such
+            lists with every rank once. A hybrid strategy takes a pair: the ranks that share one
+            copy, the ranks that hold the others. See [fsdp_ref.process_groups][].
         sharding_strategy: What is cut, what is copied and what is kept after a forward, as a
             word or as torch's enum; see [fsdp_ref.strategies][]. By default `FULL_SHARD`.
         cpu_offload: What lives on the CPU between uses: torch's `CPUOffload`, a bool, or a dict;

@@ -72,7 +72,7 @@ def places(world_size: int) -> list[Place]:
     """Every word that divides this world, lists of unequal length, copies, and grids."""
     words = [f"{kind}{number}" for number in divisors(world_size) for kind in ("set", "MOD")]
     found = [Place(word) for word in ("self", *words, "Node", "local_rank_across_nodes")]
-    first = -(-world_size // 3)
+    first = max(1, world_size // 2 - 1)
     uneven = [list(range(first)), list(range(first, world_size))]
     found.append(Place([ranks[::-1] for ranks in uneven if ranks]))
     found.append(Place([ranks for ranks in uneven if ranks], "NO_SHARD"))

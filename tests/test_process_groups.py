@@ -539,6 +539,43 @@ def test_units_that_ask_differently_are_an_error_on_every_rank(words, match):
     assert re.search(match, messages[0]), messages[0]
 
 
+def asked_differently_while_sending(words: list) -> str:
+    """The constructor itself talks: some ranks find their partners, and miss others later."""
+    rank, start = dist.get_rank(), time.monotonic()
+    dist.barrier()
+    with pytest.raises(errors.SilentRanksError) as caught:
+        FSDP(seeded(), words[rank], sync_module_states=True)(whole_batch())
+    assert time.monotonic() - start < 20
+    return str(caught.value)
+
+
+def test_a_constructor_that_sends_values_names_partners_with_other_groups():
+    words = ["set2", "mod2", "set2", "set2"]
+    messages = run_ranks(4, asked_differently_while_sending, words, dist_timeout=3.0)
+    assert "found rank 1 silent" in messages[0]
+    assert "found rank 3 silent" in messages[1]
+    assert "silent" in messages[2]
+    assert "silent" in messages[3]
+
+
+def read_before_and_after_wrapping() -> None:
+    """A unit that was used alone, with its group, becomes part of a larger model."""
+    plain, model = seeded(), seeded()
+    layer = model.layers[1] = FSDP(model.layers[1], process_group="set2")
+    alone = layer.process_group
+    mean_square(layer(my_part(whole_batch()))).backward()
+    layer.zero_grad()
+    model = FSDP(model)
+    mean_square(plain(whole_batch())).backward()
+    mean_square(model(my_part(whole_batch()))).backward()
+    assert layer.process_group is alone is model.process_group is dist.group.WORLD
+    assert_equal_gradients(model, plain)
+
+
+def test_a_unit_that_had_its_group_before_keeps_it_in_a_larger_model():
+    run_ranks(2, read_before_and_after_wrapping)
+
+
 def units_made_before_the_process_group(folder: str) -> list[int]:
     """Words need no process group, only the sizes that a launcher tells."""
     rank, size = dist.get_rank(), dist.get_world_size()

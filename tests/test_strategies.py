@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp_ref
@@ -144,6 +144,22 @@ def refusals():
         strategies.strategy_name("full_shrad", "unit 'x'")
     with provokes(strategies.place, errors.StrategyError, match="one group for FULL_SHARD"):
         strategies.place("FULL_SHARD", ("self", "node"), where="unit 'x'")
+    with provokes(strategies.place, errors.StrategyError, match="one group for NO_SHARD"):
+        strategies.place("NO_SHARD", (None, "self"), where="unit 'x'")
+    size = dist.get_world_size()
+    meshes = [init_device_mesh("cpu", (1,) * more + (size,)) for more in (1, 2)]
+    for arguments in ({"device_mesh": meshes[0]}, {"process_group": meshes[0]}):
+        with provokes(strategies.place, errors.StrategyError, match="a pair of groups"):
+            strategies.place(where="unit 'x'", **arguments)
+    for strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+        with provokes(strategies.place, errors.StrategyError, match="found 3 dimensions"):
+            strategies.place(strategy, where="unit 'x'", device_mesh=meshes[1])
+    elsewhere = DeviceMesh("cpu", [[0]])
+    if dist.get_rank() == 1:
+        with provokes(strategies.place, errors.GroupMembershipError, match="mesh of the ranks"):
+            strategies.place("HYBRID_SHARD", where="unit 'x'", device_mesh=elsewhere)
+    with provokes(strategies.place, errors.GroupWordError, match="choose HYBRID_SHARD"):
+        strategies.place("FULL_SHARD", ([0, 1], [0]), where="unit 'x'")
     with provokes(strategies.place, errors.StrategyError, match="found both"):
         strategies.place("FULL_SHARD", "self", where="unit 'x'", device_mesh=mesh)
     with provokes(strategies.place, errors.StrategyError, match="a pair of groups"):
