@@ -141,7 +141,7 @@ def parse_size(size: str | int) -> int:
     """Return a number of bytes.
 
     Args:
-        size: A number, or a word such as `"500MB"`.
+        size: A number, or one with KB, MB, GB or TB behind it.
 
     Returns:
         The bytes.

@@ -12,13 +12,6 @@ on does not change it, and it can be loaded twice.
 
 A flat parameter has one `step` and one set of hyperparameters for all weights in it, so what is
 saved says the same for each of them, and what is loaded has to.
-
-Tip: Save the optimizer through the model
-    `optimizer.state_dict()` has this rank's shards only. Saved on one rank it lacks what the
-    others hold, and nothing says so. `FullyShardedDataParallel.optim_state_dict` brings the
-    pieces together.
-
-    Proof: tips/save_the_optimizer
 """
 
 from __future__ import annotations
@@ -112,6 +105,13 @@ class OptimizerStateAccess(UnitModule):
                 state describes weights as a whole. If a parameter is not in the model.
             OptimizerBeforeWrappingError: If the optimizer was built before the model was wrapped.
             SilentRanksError: If a rank does not take part within the time limit.
+
+        Tip: Save the optimizer through the model
+            `optimizer.state_dict()` has the state of this rank's shards. Saved on one rank it lacks
+            what the others hold; this method brings the pieces together, and each weight has a step
+            count of its own.
+
+            Proof: tips/save_the_optimizer
         """
         return export_state(model, optim, optim_state_dict, form_of(model))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -46,8 +46,6 @@ class _method_or_static(Generic[P, T]):
 
 class WeightAccess(StateDicts, OlderOptimizerNames):
     """A wrapper whose weights can be seen, edited, saved and loaded as a whole."""
-
-    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     @_method_or_static
     @contextmanager
@@ -131,6 +129,33 @@ class WeightAccess(StateDicts, OlderOptimizerNames):
             yield
         for part, generations in before.items():
             part._initial_changed(since=generations)
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, Any]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Return whole weights from the local dicts of all ranks. Needs no ranks and no model.
+
+        Args:
+            shard_weights: What `local_state_dict()` returned on each rank, in any order.
+            shard_metadata: What `local_metadata_dict()` returned, in the same order.
+            with_module_buffers: Include buffers and whatever else is not sharded, of the lowest
+                rank.
+            strict: Raise if shards are missing. Otherwise leave out weights that lack any.
+
+        Returns:
+            A state dict for the plain model; a tied weight is there under each of its names, and
+            versions that differ from group to group under the name and the first rank that has
+            one, such as `"expert.weight@rank2"`.
+
+        Raises:
+            ConsolidationError: If ranks are missing or there twice, or if dicts do not belong
+                together.
+        """
+        return consolidate_shard_weights(shard_weights, shard_metadata, with_module_buffers, strict)
 
     # Behaving like the module inside
 

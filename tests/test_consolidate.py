@@ -432,6 +432,8 @@ def test_what_does_not_belong_together_is_refused_by_name():
     ):
         with provokes(consolidate_shard_weights, ConsolidationError, match=match):
             consolidate_shard_weights(weights, metadata)
+    with provokes(FSDP.consolidate_shard_weights, ConsolidationError, match="none of rank 0"):
+        FSDP.consolidate_shard_weights([two], [two_meta])
     found = consolidate_shard_weights([one, without], [one_meta, two_meta], strict=False)
     full = consolidate_shard_weights([one, two], [one_meta, two_meta])
     assert set(full) - set(found) == {n for n in full if n.startswith("layers.1")}

@@ -192,6 +192,8 @@ def beside_torchs_fsdp1(use_orig_params: bool) -> None:
         kinds = {n: {w: _kind(v) for w, v in s.items()} for n, s in exported["state"].items()}
         torchs = {n: {w: _kind(v) for w, v in s.items()} for n, s in expected["state"].items()}
         assert kinds == torchs
+        steps = [values["step"] for values in exported["state"].values() if "step" in values]
+        assert len({id(value) for value in steps}) == len(steps)  # torch's share one in each unit
         if not use_orig_params:  # in the other form torch's export on gloo has wrong numbers
             in_order = {n: {w: values[w] for w in expected["state"][n]}
                         for n, values in exported["state"].items()}  # fmt: skip
