@@ -1,5 +1,6 @@
 """The sharded form goes through torch's checkpoints, to any number of ranks and any wrapping."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import fsdp_ref
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import timeline
 from fsdp_ref.row_shards import whole
@@ -128,6 +131,13 @@ def by_rows(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def as_torchs_fsdp1(model: nn.Module) -> nn.Module:
+    one = TorchFSDP(model, device_id=torch.device("cpu"))
+    with warnings.catch_warnings(action="ignore"):
+        TorchFSDP.set_state_dict_type(one, fsdp_ref.StateDictType.SHARDED_STATE_DICT)
+    return one
+
+
 def hybrid(model: nn.Module) -> FSDP:
     return nested(model, sharding_strategy="HYBRID_SHARD", process_group=("set2", "mod2"))
 
@@ -152,6 +162,7 @@ WAYS = {
     "copied": copied,
     "original parameters": with_originals,
     "fully_shard": by_rows,
+    "torch's FSDP1": as_torchs_fsdp1,
     "plain": plainly,
 }
 
@@ -160,15 +171,19 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return sharded(model) if isinstance(model, FSDP) else model.state_dict()
 
 
+def wholes_of(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, TorchFSDP):
+        with warnings.catch_warnings(action="ignore"):
+            TorchFSDP.set_state_dict_type(model, fsdp_ref.StateDictType.FULL_STATE_DICT)
+            return model.state_dict()
+    return {name: whole(value) for name, value in state_of(model).items()}
+
+
 def save(way: str, path: str, asynchronously: bool = False) -> None:
-    model = WAYS[way](seeded())
+    plain = seeded()
+    plain.load_state_dict(shifted(plain.state_dict()))
+    model = WAYS[way](plain)
     state = state_of(model)
-    with torch.no_grad():
-        for index, value in enumerate(state.values()):
-            value.add_(0.5 + index)
-    if isinstance(model, FSDP):
-        model.load_state_dict(state)
-        state = state_of(model)
     if asynchronously:
         saved = dcp.async_save(state, checkpoint_id=path)
         model.load_state_dict(seeded().state_dict())  # training goes on meanwhile
@@ -184,12 +199,13 @@ def load(ways: list[str], path: str) -> None:
         state = state_of(model)
         dcp.load(state, checkpoint_id=path)
         model.load_state_dict(state)
-        found = {name: whole(value) for name, value in state_of(model).items()}
+        found = wholes_of(model)
         assert list(found) == list(expected)
         for name, value in expected.items():
             assert torch.equal(found[name], value), f"{way}: {name}"
 
 
+THEIRS = ["fully_shard", "torch's FSDP1", "plain"]
 OURS = ["nested", "one unit", "three deep", "copied", "original parameters"]
 
 
@@ -198,10 +214,10 @@ def test_a_checkpoint_loads_at_every_number_of_ranks_and_wrapping(way, tmp_path)
     run_ranks(2, save, way, str(tmp_path))
     for world_size in (1, 2, 3, 4):
         even = ["hybrid"] if world_size == 4 else []
-        run_ranks(world_size, load, [*OURS, *even, "fully_shard", "plain"], str(tmp_path))
+        run_ranks(world_size, load, [*OURS, *even, *THEIRS], str(tmp_path))
 
 
-@pytest.mark.parametrize("way", ["hybrid", "original parameters", "fully_shard", "plain"])
+@pytest.mark.parametrize("way", ["hybrid", "original parameters", *THEIRS])
 def test_a_checkpoint_of_every_kind_of_model_loads_here(way, tmp_path):
     run_ranks(4, save, way, str(tmp_path))
     for world_size in (2, 3):
