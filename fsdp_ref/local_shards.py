@@ -56,12 +56,15 @@ def is_local(names: Mapping[str, Any]) -> bool:
     return any(_TAG.search(name) for name in names)
 
 
-def local_state(module: nn.Module, units: Units) -> dict[str, Any]:
+def local_state(
+    module: nn.Module, units: Units, device: torch.device | None = None
+) -> dict[str, Any]:
     """Copy this rank's flat shards, its buffers, and parameters that no unit looks after. Local.
 
     Args:
         module: The outermost unit.
         units: All units in it.
+        device: Where the copies go; `None` for where each tensor is.
 
     Returns:
         Plain tensors under tagged names.
@@ -70,7 +73,10 @@ def local_state(module: nn.Module, units: Units) -> dict[str, Any]:
         SummonContextError: If a unit is summoned: its shards may be older than what is shown.
     """
     _refuse_summoned(units, "local_state_dict()")
-    copies = {name: tensor.detach().clone() for name, tensor in _live_tensors(module, units)}
+    copies = {
+        name: tensor.detach().to(device or tensor.device, copy=True)
+        for name, tensor in _live_tensors(module, units)
+    }
     extras = {name: part.get_extra_state() for name, part in _with_extra_state(module)}
     return {tagged(name): value for name, value in {**copies, **extras}.items()}
 

@@ -191,8 +191,8 @@ class StateDicts(UnitModule):
         """Let all units inside fill one dict."""
         self._set_up()
         parts = _parts(self)
-        device = None if self.state_dict_device is None else torch.device(self.state_dict_device)
-        exporting = Exporting(self, [part._unit for part in parts], self._export, device)
+        units = [part._unit for part in parts]
+        exporting = Exporting(self, units, self._export, self._value_device())
         for part in parts:
             part._exporting = exporting
         try:
@@ -200,6 +200,12 @@ class StateDicts(UnitModule):
         finally:
             for part in parts:
                 part._exporting = None
+
+    def _value_device(self) -> torch.device | None:
+        """Return where values go; `None` for where they are."""
+        if self._export.offload_to_cpu:
+            return torch.device("cpu")
+        return None if self.state_dict_device is None else torch.device(self.state_dict_device)
 
     def _collect(
         self, exporting: Exporting, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -238,7 +244,7 @@ class StateDicts(UnitModule):
         Raises:
             SummonContextError: If called inside `summon_full_params`.
         """
-        return local_state(self, self._units_by_name())
+        return local_state(self, self._units_by_name(), self._value_device())
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """Say what each name of `local_state_dict` holds, in a form that JSON can take.

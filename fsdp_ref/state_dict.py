@@ -54,7 +54,7 @@ class Exporting:
             device: Where the values go; `None` for where they are.
         """
         self._module, self._where, self._form = module, units[0].where, export.form
-        self._device = torch.device("cpu") if export.offload_to_cpu else device
+        self._device = device
         self._owners: dict[str, Unit] = {}  # of the keys in the dict
         full = export.form is Form.FULL_STATE_DICT
         self._only_reader = first_rank(units[0]) if full and export.rank0_only else None
