@@ -141,6 +141,49 @@ for _ in range(3):
 with FSDP.summon_full_params(model):
     results["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
 """,
+    "state dict types, whole and through a checkpoint, the run goes on": """
+import tempfile
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+
+def build():
+    model = FSDP(
+        Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+model, optimizer = build()
+for _ in range(2):
+    step(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+whole = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+    results["whole"] = {n: v.clone() for n, v in model.state_dict().items()}
+    moments = FSDP.optim_state_dict(model, optimizer)
+previous = FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+results["forms"] = [previous.state_dict_type.value]
+results["forms"].append(FSDP.get_state_dict_type(model).state_dict_type.value)
+path = [tempfile.mkdtemp()]
+dist.broadcast_object_list(path)
+state = model.state_dict()
+results["keys"] = list(range(len(state)))
+dcp.save(state, checkpoint_id=path[0])
+
+model, optimizer = build()
+FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+state = model.state_dict()
+dcp.load(state, checkpoint_id=path[0])
+model.load_state_dict(state)
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, moments))
+for _ in range(2):
+    step(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+results["weights"] = model.state_dict()
+""",
 }
 
 
