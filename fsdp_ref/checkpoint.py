@@ -50,6 +50,7 @@ __all__ = [
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 Optimizers = Optimizer | Iterable[Optimizer]
+"""One optimizer, or several, each of other parameters of the model."""
 
 
 def __getattr__(name: str) -> Any:

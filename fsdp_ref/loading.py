@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from fsdp_ref.collectives import explained
 from fsdp_ref.errors import LoadError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.layout import ParameterSlot
@@ -173,10 +174,13 @@ class Loading:
 
         Raises:
             LoadError: If something does not fit; what is written by then is for `undo`.
+            SilentRanksError: If values are in pieces, and a rank does not bring its own.
         """
         self.refuse_misfits(where, strict=strict and not self.afterwards)
         for unit, flat_param, index, value in self._noted:
-            self._write(unit, flat_param, index, fetched(value))
+            with explained(f"{unit.where}, load_state_dict", unit.placement.groups):
+                whole = fetched(value)
+            self._write(unit, flat_param, index, whole)
         for hook, module in self.afterwards:
             hook(module, _IncompatibleKeys(self.missing, self.unexpected))
         self.refuse_misfits(where, strict=strict)

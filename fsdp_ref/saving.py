@@ -322,6 +322,7 @@ class StateDicts(UnitModule):
             LoadError: If `strict` and the keys differ, or if a shape differs; if the dict has the
                 local form, and that is not set.
             SummonContextError: If another rank is the only one to see the parameters.
+            SilentRanksError: If values are `DTensor`s, and a rank does not take part.
         """
         if self._export.form is Form.LOCAL_STATE_DICT:
             return self.load_local_state_dict(state_dict, strict)

@@ -23,7 +23,7 @@ from fsdp_ref.errors import SummonContextError, this_rank
 from fsdp_ref.exact import exact_values
 from fsdp_ref.naming import WRAPPED
 from fsdp_ref.originals import OriginalParameter, own_modules
-from fsdp_ref.row_shards import cut, stored_name
+from fsdp_ref.row_shards import cut, is_cut, stored_name
 from fsdp_ref.small_groups import Versions, first_rank
 from fsdp_ref.state_dict_types import Export, Form
 from fsdp_ref.unit import Unit
@@ -173,7 +173,7 @@ class Exporting:
     def _take_copies(self, result: dict[str, Any]) -> None:
         """Copy what is not sharded and so shares memory with the model: buffers, as a rule."""
         tensors = (*self._module.buffers(), *self._module.parameters())
-        live = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        live = {t.untyped_storage().data_ptr() for t in tensors if not is_cut(t)}
         copies: dict[tuple[Any, ...], Tensor] = {}
         for key in self._owners.keys() & result.keys():
             value = result[key]

@@ -6,6 +6,10 @@
 | `SHARDED_STATE_DICT` | this rank's rows of them, as `DTensor` | many ranks, any number of them |
 | `LOCAL_STATE_DICT` | this rank's flat shards | the same ranks again, or offline consolidation |
 
+Buffers are not sharded. In the full and the sharded form each rank's dict has its own, and of those
+a checkpoint keeps one rank's; where statistics of batches have to come back to the rank that they
+are from, the local form brings them.
+
 The form is set on a model, for all units inside, as in torch: with torch's enum, or with a word in
 either case. It stays until another one is set; `state_dict_type` is a context that puts back what
 was there, also after an exception. The unit whose `state_dict` is called decides for all units
@@ -19,8 +23,9 @@ state dict has one place for it. So the versions are compared, and unequal ones 
 otherwise a file would have one of them, and nobody would miss the others. The argument `replicas`
 says what to do instead: `"all"` returns every version, under the name and the first rank that has
 it, such as `"expert.weight@rank2"`; `"mine"` returns this rank's. `state_dict` of the unit itself
-also returns this rank's, as it is the only one in its group. The sharded form always says the
-rank in the name.
+also returns this rank's, as it is the only one in its group. Keep such a dict out of
+`torch.distributed.checkpoint`, which takes values under one name to be equal on all ranks. The
+sharded form is safe there: it always says the rank in the name.
 """
 
 from __future__ import annotations

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp_ref
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import timeline
+from fsdp_ref import loading, timeline
+from fsdp_ref.errors import SilentRanksError
 from fsdp_ref.row_shards import whole
 from tests.models import CASES
 from tests.parity.training import WRAPPINGS as CASE_WRAPPINGS
+from tests.provoked import provokes
 from tests.ranks import run_ranks
 from tests.test_small_groups import Experts, drift, with_experts
 from tests.toy import (
@@ -293,6 +295,25 @@ def any_form(form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_dtensors_of_any_kind_are_loaded_whatever_form_is_set(form):
     run_ranks(2, any_form, form)
+
+
+def alone() -> None:
+    """Nothing is left half loaded where the pieces of others do not come."""
+    model = nested(seeded())
+    state, before = sharded(model), model.state_dict()
+    if dist.get_rank() == 0:
+        plain = {name: before[name] + 1 for name in list(before)[:2]}  # written before it fails
+        with provokes(FSDP.load_state_dict, SilentRanksError, match="load_state_dict"):
+            model.load_state_dict({**state, **plain})
+        local = model.local_state_dict()
+        fresh = nested(seeded()).local_state_dict()
+        assert all(torch.equal(value, fresh[name]) for name, value in local.items())
+        with provokes(loading.Loading.finish, SilentRanksError):
+            model.load_state_dict(state)
+
+
+def test_a_rank_that_loads_pieces_alone_hears_of_it_and_keeps_what_it_had():
+    run_ranks(2, alone, dist_timeout=2)
 
 
 # ---------------------------------------------------------------- groups smaller than the world
