@@ -96,6 +96,19 @@ def test_tabs_have_one_order_and_include_the_code_by_path(one_snippet):
     assert "    the sum is 1\n      a third is 0.333\n" in text.replace("\n    ", "\n    ")
 
 
+def test_a_command_for_several_hosts_is_shown_in_two_lines_that_a_shell_joins(one_snippet):
+    options = "--rdzv-backend c10d --rdzv-endpoint localhost:29400"
+    for path in (one_snippet / "snippets/fake/sum_ranks").glob("*.py"):
+        command = f"torchrun --nnodes 2 --nproc-per-node 1 {options}"
+        two = path.read_text().replace("torchrun --standalone --nproc-per-node 2", command)
+        path.write_text(two)
+    text = generated(one_snippet)["snippets/fake/sum_ranks.md"]
+    assert text.count('```shell title="Run it on each host"') == 3
+    lines = text.splitlines()
+    first = lines.index("    torchrun --nnodes 2 --nproc-per-node 1 \\")
+    assert lines[first + 1] == f"        {options} sum_ranks.py"
+
+
 def test_a_download_is_the_file_itself_and_linked_from_the_pages_folder(one_snippet):
     files = generated(one_snippet)
     text = files["snippets/fake/sum_ranks.md"]

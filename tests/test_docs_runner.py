@@ -186,6 +186,16 @@ def test_a_command_that_the_runner_would_misread_is_refused(options, message):
     assert (message in fault) if message else fault == ""
 
 
+def test_a_command_may_go_on_after_a_backslash_and_the_promise_is_still_found(tmp_path):
+    path = write_snippet(tmp_path)
+    together = read(path.parent, "fsdp_ref")
+    path.write_text(path.read_text().replace(" --nproc-per", " \\\n        --nproc-per"))
+    snippet = read(path.parent, "fsdp_ref")
+    assert snippet.command == together.command
+    assert snippet.promise_line == together.promise_line + 1
+    assert path.read_text().splitlines()[snippet.promise_line - 1] == "    the sum is 1"
+
+
 def test_only_the_port_of_a_command_for_several_nodes_is_changed():
     for joint in (" ", "="):
         command = f"torchrun --nnodes 2 --rdzv-endpoint{joint}localhost:29400 at_localhost:1.py"

@@ -169,6 +169,7 @@ def read(folder: Path, api: str) -> Snippet:
     command = next((match[1] for line in lines if (match := COMMAND.match(line))), None)
     if command is None:
         raise SnippetError(f"{path}:1: the docstring has no indented `torchrun ...` command")
+    command = " ".join(command.split())  # a docstring swallows a backslash at the end of a line
     if shlex.split(command)[-1] != path.name:
         raise SnippetError(f"{path}:1: the command must end with {path.name}: {command}")
     if fault := command_fault(command):
@@ -186,8 +187,14 @@ def read(folder: Path, api: str) -> Snippet:
         notes=tuple(before_the_command(prose)[1:]),
         command=command,
         promise=tuple(promise),
-        promise_line=first_line + start,
+        promise_line=first_line + start + continued_lines(path),
     )
+
+
+def continued_lines(path: Path) -> int:
+    """Count the lines of a command that goes on after a backslash, which the docstring swallows."""
+    head = path.read_text(encoding="utf-8").partition(PROMISE_HEADING)[0]
+    return head.count("\\\n") if not re.match(r"\s*[rR]", head) else 0
 
 
 def command_fault(command: str) -> str:

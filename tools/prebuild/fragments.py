@@ -130,8 +130,8 @@ def tab(snippet: Snippet, root: Path, page: Path, *, beside: str) -> str:
         f'--8<-- "{shown(snippet.path, root)}:body"',
         "```",
         "",
-        '```shell title="Run it"',
-        snippet.command,
+        f'```shell title="{"Run it" if snippet.nodes == 1 else "Run it on each host"}"',
+        *command_lines(snippet.command),
         "```",
         "",
         '```text title="It prints"',
@@ -141,6 +141,12 @@ def tab(snippet: Snippet, root: Path, page: Path, *, beside: str) -> str:
         f"[Download {snippet.path.name}]({target}){button}",
     ]
     return "\n".join([f'=== "{snippet.api}"', "", *(f"    {line}".rstrip() for line in body)])
+
+
+def command_lines(command: str) -> list[str]:
+    """Return a command for several hosts in two lines, as a shell reads them; others in one."""
+    first, options, rest = command.partition(" --rdzv-backend")
+    return [f"{first} \\", f"   {options}{rest}"] if options else [command]
 
 
 def index(groups: dict[str, list[Snippet]], root: Path, found: dict[str, Path]) -> str:
