@@ -346,7 +346,7 @@ def _cut(saved: Saved, entry: Entry) -> dict[str, Any]:
         if isinstance(first, Whole):
             result[name] = _piece(entry, first.dtype, _fetched(values))
         else:
-            result[name] = copy.deepcopy(first)
+            result[name] = first  # a copy already
     return result
 
 

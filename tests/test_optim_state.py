@@ -112,6 +112,9 @@ def beside_plain(kind: str, use_orig_params: bool) -> None:
     exported = FSDP.optim_state_dict(model, optimizer)
     assert list(exported) == ["state", "param_groups"]
     assert_same_state(exported["state"], state_by_name(plain, alone))
+    for values in exported["state"].values():  # a view would keep a whole unit, or change later
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors)
     (group,), (own,) = exported["param_groups"], alone.state_dict()["param_groups"]
     assert sorted(group.pop("params")) == sorted(name for name, _ in plain.named_parameters())
     assert group == {key: value for key, value in own.items() if key != "params"}
@@ -369,6 +372,34 @@ def zeros_beside_state_in_a_flat_parameter() -> None:
 
 def test_a_weight_without_saved_state_gets_zeros_beside_others_in_a_flat_parameter():
     run_ranks(2, zeros_beside_state_in_a_flat_parameter)
+
+
+def outside_of_units() -> None:
+    """A plain model with units inside, and a parameter that its unit leaves alone."""
+    plain, model = seeded(), seeded()
+    model.layers[0] = FSDP(model.layers[0], ignored_states=[model.layers[0].scale])
+    model.layers[2] = FSDP(model.layers[2], use_orig_params=True)
+    names = ["layers.0.scale", "layers.1.scale", "head.bias"]
+    alone, optimizer = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (plain, model))
+    for one, its in ((plain, alone), (model, optimizer)):
+        mean_square(one(whole_batch())).backward()  # nobody averages the gradients of the others
+        its.step()
+    exported = FSDP.optim_state_dict(model, optimizer)
+    assert_same_state(exported["state"], state_by_name(plain, alone))
+    before, kept = own_state(optimizer), copy.deepcopy(exported)
+    mean_square(model(whole_batch())).backward()
+    optimizer.step()
+    for name in names:  # copies, also of what is not sharded
+        assert_same_state({0: exported["state"][name]}, {0: kept["state"][name]}, exact=True)
+    FSDP.optim_state_dict_to_load(model, optimizer, exported, load_directly=True)
+    assert_unchanged(optimizer, before)
+    order = model.layers[0].gather_full_optim_state_dict
+    only_inside = torch.optim.Adam(model.layers[0].parameters(), lr=0.1)
+    assert order(only_inside)["param_names"] == {0: "scale", 1: "linear.weight", 2: "linear.bias"}
+
+
+def test_parameters_outside_of_units_keep_their_state_whole():
+    run_ranks(2, outside_of_units)
 
 
 # ---------------------------------------------------------------- precision, offload, strategies
