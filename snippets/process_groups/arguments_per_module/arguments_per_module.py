@@ -12,13 +12,14 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    unit         class      parameters  elements  padding  bytes here  whole
-    root         Model               0         0        0           0      0  FULL_SHARD over 0-3
-    ├─ blocks.0  Block               2        72        0         144    288  SHARD_GRAD_OP over 0,2
-    ├─ blocks.1  Block               2        72        0          72    144  FULL_SHARD over 0-3
-    ├─ expert    Linear              2        72        0         288    144  FULL_SHARD over 0
-    ├─ norm      LayerNorm           2        16        0          16     64  FULL_SHARD over 0-3
-    └─ head      Linear              2        18        0          72     36  NO_SHARD over 0, copies on 0-3
+    unit     | ranks that shard | sharding_strategy | computes in
+    blocks.0 | 0, 2             | SHARD_GRAD_OP     | float32
+    blocks.1 | 0, 1, 2, 3       | FULL_SHARD        | bfloat16
+    expert   | 0                | FULL_SHARD        | bfloat16
+    norm     | 0, 1, 2, 3       | FULL_SHARD        | float32
+    head     | 0                | NO_SHARD          | bfloat16
+    the same by the model's fsdp_wrap_fn: True
+    the same by marks on modules: True
 """
 
 # --8<-- [start:body]
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ref import CustomPolicy, FullyShardedDataParallel, unit_tree
+from fsdp_ref import CustomPolicy, FullyShardedDataParallel, explain
 from fsdp_ref.wrapping import composer_auto_wrap_policy
 
 dist.init_process_group()
@@ -70,32 +71,43 @@ ARGUMENTS = {  # by the name of the module
 OPTIONS = {"mixed_precision": "DEFAULT", "sharding_strategy": "FULL_SHARD"}
 
 
-def shown(model, policy):
-    """Wrap a model by a policy, train one step, and return the units as text."""
-    model = FullyShardedDataParallel(model.to(device), auto_wrap_policy=policy, **OPTIONS)
+def build():
+    """Make the model with the same weights on every rank."""
+    torch.manual_seed(0)
+    return Model().to(device)
+
+
+def units_of(model, policy):
+    """Wrap a model by a policy, train one step, and return a row for each unit."""
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **OPTIONS)
     model(torch.randn(4, 8).to(device)).sum().backward()
-    return str(unit_tree(model))
+    rows = {"unit": "ranks that shard | sharding_strategy | computes in"}
+    for weight in explain(model):
+        ranks = ", ".join(map(str, weight.ranks))
+        dtype = str(weight.dtypes.gathered).removeprefix("torch.")
+        rows[weight.unit] = f"{ranks:16} | {weight.strategy:17} | {dtype}"
+    return [f"{unit:8} | {row}" for unit, row in rows.items()]
 
 
 # First: a policy answers for each module.
-model = Model()
+model = build()
 names = {module: name for name, module in model.named_modules()}
-by_policy = shown(model, CustomPolicy(lambda module: ARGUMENTS.get(names[module], False)))
+by_policy = units_of(model, CustomPolicy(lambda module: ARGUMENTS.get(names[module], False)))
 
 # Second: the model has a method that answers.
-model = Model()
+model = build()
 names = {module: name for name, module in model.named_modules()}
 model.fsdp_wrap_fn = lambda module: ARGUMENTS.get(names[module], False)
-by_method = shown(model, composer_auto_wrap_policy)
+by_method = units_of(model, composer_auto_wrap_policy)
 
 # Third: each module carries a mark.
-model = Model()
+model = build()
 for name, arguments in ARGUMENTS.items():
     model.get_submodule(name)._fsdp_wrap = arguments
-by_marks = shown(model, composer_auto_wrap_policy)
+by_marks = units_of(model, composer_auto_wrap_policy)
 
 if rank == 0:
-    print(by_policy)
+    print("\n".join(by_policy))
     print("the same by the model's fsdp_wrap_fn:", by_method == by_policy)
     print("the same by marks on modules:", by_marks == by_policy)
 

@@ -84,9 +84,7 @@ def measure(name, model):
 
 mesh = init_device_mesh(device.type, (world_size // per_host, per_host))
 if rank == 0:
-    print(
-        "                                | elements kept  | bytes sent   | bytes sent   | all copies"
-    )
+    print(f"{'':31} | elements kept  | bytes sent   | bytes sent   | all copies")
     print(f"{'':31} | on each rank   | in the host  | to others    | equal")
 measure("FULL_SHARD", build("FULL_SHARD"))
 measure("HYBRID_SHARD", build("HYBRID_SHARD"))
