@@ -58,7 +58,7 @@ def saved_here(optim_state_dict: Mapping[str, Any], names: Names) -> Saved:
     optim_state_dict = with_own_names(optim_state_dict)
     refuse_keys(optim_state_dict)
     wholes = {
-        name: {n: _lazy(value) for n, value in values.items()}
+        name: {n: _lazy(name, value) for n, value in values.items()}
         for name, values in optim_state_dict["state"].items()
     }
     return _by_stored_name(wholes, optim_state_dict["param_groups"], names)
@@ -118,7 +118,15 @@ def refuse_keys(optim_state_dict: Any) -> None:
         )  # fmt: skip
 
 
-def _lazy(value: Any) -> Any:
+def _lazy(name: str, value: Any) -> Any:
+    if hasattr(value, "local_shards"):
+        raise OptimizerStateError.at(
+            f"optimizer state to load, '{name}'",
+            expected="whole tensors or DTensors",
+            found="a ShardedTensor, as torch's FSDP1 writes without a device mesh",
+            fix="Load it through torch.distributed.checkpoint into a dict of the sharded form, or "
+            "save it in the full form.",
+        )
     if isinstance(value, Tensor) and value.dim() > 0:
         return Whole(tuple(value.shape), value.dtype, lambda: whole(value))
     return whole(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)

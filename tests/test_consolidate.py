@@ -102,6 +102,25 @@ def test_above_a_size_it_becomes_several_files_with_an_index(saved, tmp_path):
     assert index.name == "model.safetensors.index.json"
 
 
+def save_versions(folder: str) -> None:
+    model = seeded(Grouped)
+    with torch.no_grad():
+        model.layers[0].scale.add_(dist.get_rank())
+    model.layers[0] = FSDP(model.layers[0], process_group="self")
+    model = FSDP(model)
+    with FSDP.state_dict_type(model, "sharded"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def test_every_version_of_a_weight_in_small_groups_is_kept_under_its_name(tmp_path):
+    run_ranks(2, save_versions, str(tmp_path / "versions"))
+    (path,) = consolidate_checkpoint(tmp_path / "versions", tmp_path / "model.safetensors")
+    found, plain = read_safetensors(path), seeded(Grouped).state_dict()
+    for rank in (0, 1):
+        assert torch.equal(found[f"layers.0.scale@rank{rank}"], plain["layers.0.scale"] + rank)
+    assert torch.equal(found["head.weight"], plain["head.weight"])
+
+
 def save_plainly(folder: str) -> None:
     dcp.save({"weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(2)}, checkpoint_id=folder)
 

@@ -338,6 +338,26 @@ def test_on_one_rank_there_is_nothing_to_say():
     run_ranks(1, fine_alone)
 
 
+class TorchsSharded:
+    """Looks like torch's ShardedTensor, which FSDP1 writes where it has no device mesh."""
+
+    def local_shards(self) -> list[Any]:
+        return []
+
+
+def sharded_tensors() -> None:
+    model = nested(seeded())
+    optimizer = adam_after(1, model)
+    exported = FSDP.optim_state_dict(model, optimizer)
+    exported["state"]["head.bias"]["exp_avg"] = TorchsSharded()
+    with provokes(FSDP.optim_state_dict_to_load, errors.OptimizerStateError, "a ShardedTensor"):
+        FSDP.optim_state_dict_to_load(model, optimizer, exported)
+
+
+def test_an_older_kind_of_sharded_tensor_is_refused_by_name():
+    run_ranks(1, sharded_tensors)
+
+
 def given_by_hand() -> None:
     """The optimizer's own dict may be handed over, and names may be its keys."""
     model = nested(seeded(), use_orig_params=True)
