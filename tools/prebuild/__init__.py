@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools import docstrings, wheel
-from tools.prebuild import attributes, fragments, tables, tips
+from tools.prebuild import attributes, fragments, group_figures, tables, tips
 from tools.prebuild.writer import Generated
 from tools.snippet_files import read_all
 
@@ -36,6 +36,7 @@ def prebuild(root: Path, *, fresh: bool = False) -> list[str]:
     tips.generate(docstrings.tips(package), snippets, root, output)
     tables.generate(package, root, output)
     attributes.generate(snippets, root, output, fresh=fresh)
+    group_figures.generate(snippets, root, output, fresh=fresh)
     for path, content in wheel.offer(root).items():
         output.add(path, content)
     return output.write(root / "site" / "generated")
