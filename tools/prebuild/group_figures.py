@@ -57,7 +57,7 @@ def ranks_figure() -> str:
     """Draw what each word puts together: a row of ranks per word, a colour and letter per group."""
     rank_lists = importlib.import_module("fsdp_ref.process_groups").rank_lists
     world = HOSTS * PER_HOST
-    left, size, gap, top, height = 250, 36, 8, 64, 52
+    left, size, gap, top, height = 230, 36, 8, 64, 52
     across = [left + rank * (size + gap) + rank // PER_HOST * 3 * gap for rank in range(world)]
     bottom = top + len(WORDS) * height
     parts = []
@@ -71,7 +71,9 @@ def ranks_figure() -> str:
     parts += [text(x + size / 2, 48, f"rank {rank}", "middle", 11) for rank, x in enumerate(across)]
     for row, (word, spelt) in enumerate(WORDS):
         y = top + row * height
-        parts.append(text(left - 22, y + size / 2 + 5, spelt, "end"))
+        lines = spelt.replace(", ", ",\n", 1).split("\n")
+        middle = y + size / 2 + 5 - 9 * (len(lines) - 1)
+        parts += [text(left - 20, middle + 18 * at, line, "end") for at, line in enumerate(lines)]
         for number, ranks in enumerate(rank_lists(word, world, PER_HOST)):
             colour = f"var(--rank-{number % 4})"
             for rank in ranks:
