@@ -14,11 +14,11 @@ layer given `process_group="self"` exists in four versions. That is what experts
 what a dense layer does not want.
 
 Tip: A dense layer in a group smaller than the world drifts, and nothing stops it
-    The ranks outside the group see other data, so they take other steps. Give small groups
-    to weights that are meant to differ, such as experts, and leave all others in the default
-    group.
+    The ranks outside the group see other data, so they take other steps. The loss falls all the
+    same. Give small groups to weights that are meant to differ, such as experts, and leave all
+    others in the default group. [check_replicas][fsdp_ref.replicas.check_replicas] tells.
 
-    Proof: process_groups/who_averages_with_whom
+    Proof: process_groups/drift_of_a_dense_layer
 
 # How to say a group
 
@@ -57,13 +57,54 @@ processes:
 
 A policy may return a dict of arguments for the unit that it selects, `process_group` among
 them. All other units keep the arguments of the outermost constructor. The enclosing unit does
-not hold the parameters of a unit inside it, so the two never average the same weight.
+not hold the parameters of a unit inside it, so the two never average the same weight. Composer's
+ways of saying the same, a mark on the module and `fsdp_wrap_fn`, work too; which of them wins is
+said in [fsdp_ref.wrapping][].
 
 Tip: Give experts their group through the policy, not by editing the model
     A policy that returns `{"process_group": "self"}` for one class changes these units and
     nothing else. The model's code knows nothing of it, and runs unsharded as before.
 
     Proof: process_groups/experts_through_a_policy
+
+# Experts
+
+A mixture of experts has weights that most tokens do not use. Each rank keeps one expert, or a few
+ranks share one, and tokens travel to their expert and back by an all-to-all. An expert goes into
+the group of the ranks that share it: `'self'`, or `'setK'` for K ranks. All else stays on all
+ranks.
+
+The gradient needs a second look. The backward of the all-to-all brings an expert the gradients of
+*all* ranks' losses. Dividing their sum by the number of the expert's own ranks, as is the default,
+makes it too large beside those of dense layers; nothing warns, and the loss may even fall faster for
+a while. The right divisor is the number of all ranks: `gradient_divisor`, see
+[fsdp_ref.options][]. Then the losses are those of a single process.
+
+Tip: Divide the gradients of experts by the number of all ranks
+    With the default divisor an expert trains as with a higher learning rate than the rest of the
+    model. With `gradient_divisor=torch.distributed.get_world_size()` it trains as in one process.
+
+    Proof: process_groups/mixture_of_experts
+
+# Tensor parallelism
+
+A pair of layers too large for one rank is cut: the first by columns, the second by rows. The
+ranks of a host hold one piece each, share a batch, and add up their results. Each piece is the
+same on the ranks of one local rank across hosts. So that is its group:
+`'local_rank_across_nodes'`, or `'modK'` where K ranks hold the pair together. The default divisor
+is right, since a piece sees the loss of each host's batch once.
+
+Layers that are not cut stay on all ranks, and so does the last bias of a pair, which must be added
+once. [clip_grad_norm_][fsdp_ref.FullyShardedDataParallel.clip_grad_norm_] counts every piece once
+and every whole layer once: its norm is that of the model in one piece.
+
+# Hybrid sharding
+
+A group decides who shares; a *pair* of groups decides who shares and who holds copies. The first
+one cuts, usually within a host, where links are fast; the second one averages the gradients of
+copies, usually across hosts. The copies start equal, or construction is refused, and stay equal.
+Say it by the strategy `HYBRID_SHARD` alone, with a pair of any of the above, or with a mesh of two
+dimensions whose last one is the host.
 
 # Groups are created late
 
@@ -77,19 +118,30 @@ however they were spelt.
 On a GPU each set of ranks gets a second group, for the reductions. NCCL pairs what two ranks
 issue by its order alone, and ranks may issue a gather and a reduction in different orders.
 
+Tip: Name groups as you like
+    `'set4'`, `'mod1'` and the default are the same group on four ranks, and so is a list of all of
+    them. There is one cache for all units and models. It goes when the default group is destroyed.
+
+    Proof: process_groups/one_cache
+
 If the ranks do not fit together, all of them get an error that names the unit and the ranks.
 Without the comparison they would wait for each other.
 
 # Pitfalls
 
-- A group gives its members equal weight. If `'self'` experts see different numbers of tokens,
-  their gradients are means over different numbers of tokens too.
-- A layer's group must contain all ranks that should agree on the layer. A group that merely
-  contains this rank is enough to run, and not enough to be right.
-- A full state dict has one place for a layer that differs from group to group, so it is refused.
+- *A dense layer in a small group* drifts. A layer's group must contain all ranks that should agree
+  on the layer. A group that merely contains this rank is enough to run, and not enough to be
+  right. Ask [check_replicas][fsdp_ref.replicas.check_replicas].
+- *The divisor.* A group gives its members equal weight and divides by their number. For experts
+  that see tokens of all ranks, that is wrong.
+- *K means two things.* `'set2'` makes groups of two ranks, `'mod2'` makes two groups. On four
+  ranks these have equal sizes, so a mistake shows only on more. Print the table.
+- *Each rank decides alone.* A word computed from a rank, or a list for some ranks only, would make
+  ranks wait for each other; here it is an error on all of them.
+- *A full state dict* has one place for a layer that differs from group to group, so it is refused.
   Ask for all versions, or for this rank's; see [fsdp_ref.state_dict_types][].
-- `'node'` and `'local_rank_across_nodes'` need to know how many processes run on each host.
-  `torchrun` says so in the environment. Other launchers may not.
+- *Hosts.* `'node'` and `'local_rank_across_nodes'` need to know how many processes run on each
+  host. `torchrun` says so in the environment. Other launchers may not.
 """
 
 from __future__ import annotations
