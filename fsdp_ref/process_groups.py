@@ -76,8 +76,8 @@ ranks.
 
 The gradient needs a second look. The backward of the all-to-all brings an expert the gradients of
 *all* ranks' losses. Dividing their sum by the number of the expert's own ranks, as is the default,
-makes it too large beside those of dense layers; nothing warns, and the loss may even fall faster for
-a while. The right divisor is the number of all ranks: `gradient_divisor`, see
+makes it too large beside those of dense layers; nothing warns, and the loss may even fall faster
+for a while. The right divisor is the number of all ranks: `gradient_divisor`, see
 [fsdp_ref.options][]. Then the losses are those of a single process.
 
 Tip: Divide the gradients of experts by the number of all ranks
@@ -102,7 +102,8 @@ and every whole layer once: its norm is that of the model in one piece.
 
 A group decides who shares; a *pair* of groups decides who shares and who holds copies. The first
 one cuts, usually within a host, where links are fast; the second one averages the gradients of
-copies, usually across hosts. The copies start equal, or construction is refused, and stay equal.
+copies, usually across hosts. The copies start equal, or the first forward is refused, and they
+stay equal.
 Say it by the strategy `HYBRID_SHARD` alone, with a pair of any of the above, or with a mesh of two
 dimensions whose last one is the host.
 
