@@ -59,7 +59,8 @@ def test_missing_and_unexpected_keys_are_named_with_the_plain_names(use_orig_par
 
 
 def wrong_shape() -> None:
-    model, plain = nested(seeded()), seeded()
+    model, plain, called = nested(seeded()), seeded(), []
+    hook = model.register_load_state_dict_post_hook(lambda *_: called.append("hook"))
     for strict in (True, False):
         state = other_state()
         state["layers.2.linear.weight"] = torch.zeros(4, 5)
@@ -73,6 +74,8 @@ def wrong_shape() -> None:
         assert "_fsdp_wrapped_module" not in caught.message
         assert_equal_weights(model, plain)
         assert_sharded(model)
+    assert called == []  # there is nothing afterwards
+    hook.remove()
     del state["layers.0.scale"]
     with provokes(FSDP.load_state_dict, LoadError, match="missing keys .*scale.*size mismatch"):
         model.load_state_dict(state)
