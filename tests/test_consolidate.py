@@ -27,7 +27,7 @@ from fsdp_ref.consolidate import (
     parse_size,
 )
 from fsdp_ref.errors import ConsolidationError
-from fsdp_ref.safetensors_file import Kind, SafetensorsFile, refuse_dtype
+from fsdp_ref.safetensors_file import DTYPES, Kind, SafetensorsFile, refuse_dtype
 from tests.models import CASES
 from tests.parity.training import WRAPPINGS as CASE_WRAPPINGS
 from tests.provoked import provokes
@@ -37,9 +37,23 @@ from tests.toy import Layer, Stack, nested, seeded
 ROOT = Path(__file__).parents[1]
 
 
+WORDS = {word: dtype for dtype, word in DTYPES.items()}
+
+
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read with the format's own package."""
-    return pytest.importorskip("safetensors.torch").load_file(path)
+    """Read the format by its description: a length, a header in JSON, and values."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    found = {}
+    for name, entry in header.items():
+        first, last = (start + at for at in entry["data_offsets"])
+        dtype = WORDS[entry["dtype"]]
+        values = bytearray(raw[first:last])
+        flat = torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+        found[name] = flat.view(entry["shape"])
+    return found
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -78,6 +92,14 @@ def test_a_checkpoint_becomes_one_file_with_the_plain_models_weights(saved, tmp_
         assert torch.equal(found[name], value), name
     seeded().load_state_dict(found)
     assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_the_formats_own_package_reads_it(saved, tmp_path):
+    package = pytest.importorskip("safetensors.torch", reason="the extra 'safetensors' is missing")
+    (path,) = consolidate_checkpoint(saved, tmp_path / "model.safetensors")
+    found = package.load_file(path)
+    assert found.keys() == seeded().state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in seeded().state_dict().items())
 
 
 def test_above_a_size_it_becomes_several_files_with_an_index(saved, tmp_path):
@@ -230,8 +252,13 @@ def test_damaged_and_mixed_up_files_are_found_while_reading(saved, tmp_path):
 
 
 class Harmful:
+    """Would make a file if it were unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/fsdp_ref_was_here",)
+        return os.system, (f"touch {self.path}",)
 
 
 def changed_metadata(saved: Path, folder: Path, change: Any) -> Path:
@@ -244,10 +271,10 @@ def changed_metadata(saved: Path, folder: Path, change: Any) -> Path:
 
 def test_metadata_that_says_something_else_is_refused(saved, tmp_path):
     harmful = damaged(saved, tmp_path / "harmful")
-    (harmful / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    (harmful / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "proof")))
     with provokes(open_checkpoint, ConsolidationError, match="system has no place"):
         open_checkpoint(harmful)
-    assert not Path("/tmp/fsdp_ref_was_here").exists()
+    assert not (tmp_path / "proof").exists()
     (harmful / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     with provokes(open_checkpoint, ConsolidationError, match="a dict"):
         open_checkpoint(harmful)
@@ -355,7 +382,7 @@ def test_the_command_line_says_what_it_wants():
 
 
 def test_a_bar_shows_how_far_it_is_where_rich_is_installed(saved, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("rich")
+    pytest.importorskip("rich", reason="the extra 'rich' is missing")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["consolidate", str(saved), str(tmp_path / "model.safetensors")]) == 0
     assert "1 of 11" not in capsys.readouterr().err

@@ -16,13 +16,7 @@ FOLDER = ROOT / "tests" / "questions"
 HOW_MANY = 139  # reports are added, never dropped
 FIELDS = {"id", "symptom", "right", "processes", "tests", "page"}
 # Why a report has no test, or not one of all that it asks.
-REASONS = {
-    "needs a GPU",
-    "needs local state dicts",
-    "needs sharded state dicts",
-    "needs optimizer state dicts",
-    "needs checkpoint files",
-}
+REASONS = {"needs a GPU"}
 PAGES = {
     *("guides/wrapping.md", "guides/initialisation.md", "guides/weights-in-and-out.md"),
     *("guides/optimizers.md", "guides/gradients.md", "guides/precision.md", "guides/memory.md"),
