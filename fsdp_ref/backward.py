@@ -12,12 +12,12 @@ import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_ref.buckets import start_reductions
 from fsdp_ref.collectives import (
     PendingReduction,
     all_reduce,
@@ -41,12 +41,12 @@ class _Reduction:
     unit: Unit
     flat_param: FlatParameter
     used_here: list[bool]
-    pending: PendingReduction
+    pending: PendingReduction | None = None  # until it is sent
     shard: Tensor | None = None
 
     def finish(self) -> None:
         """Wait for the result; take it over at once if this rank used the parameter."""
-        if self.shard is None:
+        if self.shard is None and self.pending is not None:
             where, groups = f"{self.unit.where}, reduce-scatter", self.unit.placement.groups
             with explained(where, groups), waiting(self.unit.name, "reduce-scatter"):
                 self.shard = add_up_over_copies(self.unit, self.pending.wait())
@@ -79,8 +79,11 @@ class Backward:
         self.calls: dict[Call, None] = {}  # begun, in order
         self._ahead: list[Call] = []  # those still to come, the next one last
         self.forwards: set[int] = set()  # which forwards this run goes back through
-        self.reduced: list[Unit] = []
+        self.reduced: dict[Unit, None] = {}
         self.reductions: list[_Reduction] = []
+        self._in_flight: list[_Reduction] = []  # the last of them
+        self._waiting: dict[Unit, list[_Reduction]] = {}  # for the rest of their bucket
+        self._unreduced: dict[Unit, None] = {}  # whose backward has begun
 
     @property
     def begun(self) -> list[Unit]:
@@ -97,6 +100,8 @@ class Backward:
             self._expect_forward(call.forward)
         self.catch_up(call.end)
         self.calls[call] = None
+        if call.unit not in self.reduced:
+            self._unreduced[call.unit] = None
 
     def _expect_forward(self, forward: int) -> None:
         """Autograd works from the end of a forward to its beginning: so will its calls come."""
@@ -138,31 +143,58 @@ class Backward:
 
     def _later_than(self, call: Call) -> list[Unit]:
         """Return units, last first, whose pending call began after ``call``, not reduced yet."""
+        inside = itertools.takewhile(lambda other: other.end > call.number, reversed(self._ahead))
         later = {
             pending.number: unit
-            for unit in self.units
+            for unit in {**self._unreduced, **{other.unit: None for other in inside}}
             if (pending := unit.first_pending_call()) is not None
             and pending.forward in self.forwards
             and pending.number > call.number
-            and unit not in (call.unit, *self.reduced)
+            and unit is not call.unit
+            and unit not in self.reduced
         }
         return [later[number] for number in sorted(later, reverse=True)]
 
     def _reduce(self, unit: Unit) -> None:
-        """Issue a unit's reduce-scatters and drop its full parameters."""
-        for reduction in self.reductions:  # at most one unit's gradients stay in flight
-            reduction.finish()
+        """Drop a unit's full parameters; reduce its gradient, at once or with its bucket's."""
+        companions = [unit] if unit in self.reduced else self._companions(unit)
         trainable = [p for p in unit.flat_params if p.requires_grad]
-        used = [flat_param.used() for flat_param in trainable]
-        pending = unit.start_reduction()
-        self.reductions += map(partial(_Reduction, unit), trainable, used, pending)
-        self.reduced.append(unit)
+        self._waiting[unit] = [_Reduction(unit, p, p.used()) for p in trainable]
+        self.reduced[unit] = None
+        self._unreduced.pop(unit, None)
         unit.finish_backward()
+        if all(companion in self._waiting for companion in companions):
+            self._send(companions)
+
+    def _companions(self, unit: Unit) -> list[Unit]:
+        """Return the units whose gradients leave together with this one's, itself among them.
+
+        All ranks have to come to the same answer, so it only asks which units ran forward.
+        """
+        ran = [one for one in unit.bucket if any(c.forward in self.forwards for c in one.calls)]
+        return ran if unit in ran else [unit]
+
+    def _send(self, units: Sequence[Unit]) -> None:
+        """Issue the reduce-scatters of units whose gradients are complete."""
+        for reduction in self._in_flight:  # no more than one message's gradients
+            reduction.finish()
+        self._in_flight = [reduction for unit in units for reduction in self._waiting.pop(unit)]
+        pending = dict(start_reductions(units))
+        for reduction in self._in_flight:
+            reduction.pending = pending[reduction.flat_param]
+        self.reductions += self._in_flight
+
+    def _send_the_rest(self) -> None:
+        """Issue what waits for companions that no rank has a gradient for."""
+        while self._waiting:
+            unit = next(iter(self._waiting))
+            self._send([one for one in self._companions(unit) if one in self._waiting])
 
     def wait_for_reductions(self) -> None:
         """Wait for what is in flight, after an exception; dropping it would break other ranks."""
-        for reduction in self.reductions:
-            reduction.pending.wait()
+        for reduction in self._in_flight:
+            if reduction.pending is not None:
+                reduction.pending.wait()
 
     # When it ends
 
@@ -196,13 +228,16 @@ class Backward:
         for unit in reversed(self.units):
             if any(any(said[p]) for p in unit.flat_params) and unit not in self.reduced:
                 self._reduce(unit)
+        self._send_the_rest()
         for reduction in self.reductions:
             reduction.settle([word == _USED for word in said[reduction.flat_param]])
         return True
 
     def _say(self, flat_param: FlatParameter, unit: Unit, still_open: set[Unit]) -> list[int]:
         """Say what this rank has gradients for, or at least takes part in a reduction of."""
-        issued = [r.used_here for r in self.reductions if r.flat_param is flat_param]
+        waiting = itertools.chain(*self._waiting.values())
+        reductions = itertools.chain(self.reductions, waiting)
+        issued = [r.used_here for r in reductions if r.flat_param is flat_param]
         used = flat_param.used()
         if unit in still_open:
             used = [False] * len(used)

@@ -10,7 +10,8 @@ order of the calls says what belongs together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from fsdp_ref.errors import FSDPError, SilentRanksError
 from fsdp_ref.rank_group import RankGroup
-from fsdp_ref.recording import record
+from fsdp_ref.recording import record, watch
 
 
 @contextmanager
@@ -52,17 +53,40 @@ def explained(where: str, groups: Sequence[RankGroup]) -> Iterator[None]:
         ) from error
 
 
+@dataclass(eq=False)
+class Parcel:
+    """What one message per rank brings to several flat parameters, until all have taken theirs."""
+
+    rows: Tensor  # (group.size, sum of all shard_numel)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of full parameters in it; they count as live memory."""
+        return self.rows.nbytes
+
+
 @dataclass
 class PendingGather:
     """An all-gather in flight; the output may be read after `wait`."""
 
     works: list[dist.Work] = field(default_factory=list)
+    parcel: Parcel | None = None
+    columns: slice = field(
+        default_factory=lambda: slice(0)
+    )  # the part of the parcel that is for this flat parameter
 
     def wait(self) -> None:
-        """Wait until the output is complete."""
+        """Wait until the output is complete, or the parcel is there."""
         for work in self.works:
             work.wait()
         self.works.clear()
+
+    def unpack(self, full: Tensor) -> None:
+        """Fill ``full``, ``(group.size * shard_numel,)``, from the parcel; let go of it."""
+        if self.parcel is not None:
+            rows = self.parcel.rows
+            full.view(len(rows), -1).copy_(rows[:, self.columns])
+            self.parcel = None
 
 
 @dataclass
@@ -77,11 +101,12 @@ class PendingReduction:
         """Wait and return the summed shard, of shape ``(shard_numel,)``."""
         for work in self.works:
             work.wait()
+        self.works.clear()
         # Cloned, because a view would keep the whole unsharded gradient alive.
         total = self.pieces[0].clone()
         for piece in self.pieces[1:]:
             total += piece
-        self.works, self.pieces, self.source = [], [total], None
+        self.pieces, self.source = [total], None
         return total
 
 
@@ -148,6 +173,34 @@ def start_all_gather(full: Tensor, shard: Tensor, group: RankGroup, tag: int) ->
     return PendingGather(_exchange(outgoing, list(rows), group, tag))
 
 
+def start_joint_all_gather(
+    shards: Sequence[Tensor], group: RankGroup, tag: int
+) -> list[PendingGather]:
+    """Start to gather several flat parameters by one message per rank.
+
+    For many small ones: below some size a message costs the same, however short it is.
+
+    Args:
+        shards: This rank's pieces, of one dtype and device.
+        group: Who takes part.
+        tag: Number that keeps messages of different units apart.
+
+    Returns:
+        The gathers in flight, one for each shard. Each has to `wait`, and to `unpack`.
+    """
+    message = torch.cat(list(shards))
+    parcel = Parcel(message.new_empty(group.size, message.numel()))
+    watch(parcel)
+    pending = start_all_gather(parcel.rows.view(-1), message, group, tag)
+    return [PendingGather(pending.works, parcel, columns) for columns in _columns(shards)]
+
+
+def _columns(shards: Iterable[Tensor]) -> list[slice]:
+    """Return which part of a long row each shard is, if they lie end to end."""
+    stops = list(itertools.accumulate(shard.numel() for shard in shards))
+    return [slice(start, stop) for start, stop in itertools.pairwise([0, *stops])]
+
+
 @dataclass(frozen=True)
 class CommHook:
     """A function that reduces gradients in place of the reduce-scatter.
@@ -202,6 +255,27 @@ def start_reduce_scatter(gradient: Tensor, group: RankGroup, tag: int) -> Pendin
         return PendingReduction([total], [work], gradient)
     pieces = [mine if i == group.rank else torch.empty_like(mine) for i in range(group.size)]
     return PendingReduction(pieces, _exchange(rows, pieces, group, tag), gradient)
+
+
+def start_joint_reduce_scatter(
+    gradients: Sequence[Tensor], group: RankGroup, tag: int
+) -> list[PendingReduction]:
+    """Start to sum several gradients over the ranks, by one message per rank.
+
+    Args:
+        gradients: Inputs of one dtype and device, each ``(group.size * shard_numel,)``.
+        group: Who takes part.
+        tag: Number that keeps messages of different units apart.
+
+    Returns:
+        The reductions in flight, one for each gradient.
+    """
+    rows = [gradient.view(group.size, -1) for gradient in gradients]
+    joint = start_reduce_scatter(torch.cat(rows, dim=1).view(-1), group, tag)
+    return [
+        PendingReduction([piece[columns] for piece in joint.pieces], joint.works, joint.source)
+        for columns in _columns(row[0] for row in rows)
+    ]
 
 
 def gather_versions_of_my_slice(full: Tensor, group: RankGroup, tag: int) -> list[Tensor]:

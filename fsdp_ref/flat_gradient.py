@@ -89,7 +89,14 @@ class FlatGradient(nn.Parameter):
     # Over the ranks
 
     def start_reduction(self, tag: int) -> PendingReduction:
-        """Hand the long gradient to a reduce-scatter; zeros where nothing arrived. Collective."""
+        """Hand the long gradient to the reader's hook, or to a reduce-scatter. Collective."""
+        gradient = self.hand_over_gradient()
+        if self._comm_hook is not None:
+            return run_hook(self._comm_hook, gradient, self._placement.shard)
+        return start_reduce_scatter(gradient, self._placement.shard, tag)
+
+    def hand_over_gradient(self) -> Tensor:
+        """Return the long gradient, ``(padded_numel,)``, zeros where nothing arrived; forget it."""
         self.take_back_gradients()
         gradient = self._unsharded_grad
         if gradient is None:
@@ -100,9 +107,7 @@ class FlatGradient(nn.Parameter):
                     gradient[slot.offset : slot.stop].zero_()
             gradient[self._layout.total_numel :].zero_()
         self._unsharded_grad, self._filled = None, set()
-        if self._comm_hook is not None:
-            return run_hook(self._comm_hook, gradient, self._placement.shard)
-        return start_reduce_scatter(gradient, self._placement.shard, tag)
+        return gradient
 
     def accumulate(self, shard: Tensor) -> None:
         """Add a reduced gradient shard, ``(shard_numel,)``, to what was there before."""

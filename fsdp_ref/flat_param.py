@@ -254,17 +254,26 @@ class FlatParameter(FlatGradient):
     def start_unshard(self, tag: int) -> PendingGather:
         """Allocate the full tensor and start the all-gather into it. Collective."""
         allocate(self._full)
-        return start_all_gather(self._full, self._shard_to_send(), self._group, tag)
+        return start_all_gather(self._full, self.shard_to_send(), self._group, tag)
 
-    def _shard_to_send(self) -> Tensor:
+    def shard_to_send(self) -> Tensor:
+        """Return the shard in the compute dtype, where messages start, until it was gathered."""
         if self._fp16_shard is None:
             return self.data
         allocate(self._fp16_shard)
         return self._fp16_shard.copy_(self.data, non_blocking=True)
 
-    def finish_unshard(self) -> None:
-        """The all-gather is complete: let the original parameters be views of its result."""
+    def finish_unshard(self, gather: PendingGather) -> None:
+        """Wait for the all-gather, and let the original parameters be views of its result."""
+        gather.wait()
+        if gather.parcel is not None:
+            allocate(self._full)
+            gather.unpack(self._full)
         self._leaves.point_at(self._full, to_compute=True)
+        self.drop_sent_shard()
+
+    def drop_sent_shard(self) -> None:
+        """Free the shard in the compute dtype, once messages no longer need it."""
         if self._fp16_shard is not None:
             empty(self._fp16_shard)
 
@@ -273,6 +282,7 @@ class FlatParameter(FlatGradient):
         # Autograd saved views of this storage for backward, so the tensor must survive:
         # emptying its storage frees the memory and keeps every view valid after refilling.
         self.take_back_edits()
+        self.drop_sent_shard()
         empty(self._full)
         self._leave_full()
 

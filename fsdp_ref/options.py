@@ -142,6 +142,8 @@ class Options:
         use_orig_params: Whether modules keep their own parameters registered.
         backward_prefetch: When the next unit is gathered in a backward.
         forward_prefetch: Whether the next unit is gathered ahead in a forward.
+        bucket_cap_mb: Bound for units that share messages, in megabytes; `None` for one eighth of
+            the model. Only the root's counts.
         gradient_divisor: What the sum of the ranks' gradients is divided by; `None` for the
             number of ranks that share and copy the unit.
     """
@@ -152,6 +154,7 @@ class Options:
     backward_prefetch: Prefetch = Prefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     gradient_divisor: float | None = None
+    bucket_cap_mb: float | None = None
 
 
 def as_offload(cpu_offload: Any, where: str) -> Offload:

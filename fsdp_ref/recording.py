@@ -42,6 +42,7 @@ class Event:
             units of the process.
         time_ns: When it happened, on the clock of `time.perf_counter_ns`, which the processes of
             one host share. Two events that differ in nothing else are equal.
+        together_with: The unit in whose message this went along; empty if it was its own.
     """
 
     unit: str
@@ -52,6 +53,7 @@ class Event:
     dtype: torch.dtype | None
     live_unsharded_bytes: int
     time_ns: int = field(default=0, compare=False)
+    together_with: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,15 @@ def record(
     bytes_on_wire: int = 0,
     group: tuple[int, ...] = (),
     dtype: torch.dtype | None = None,
+    together_with: str = "",
 ) -> None:
     """Append an event to every open recording; free of cost when there is none."""
     if not _active:
         return
     now, live = perf_counter_ns(), live_unsharded_bytes()
-    event = Event(unit or "root", phase, operation, bytes_on_wire, group, dtype, live, now)
+    event = Event(
+        unit or "root", phase, operation, bytes_on_wire, group, dtype, live, now, together_with
+    )
     for recording in _active:
         recording.events.append(event)
 

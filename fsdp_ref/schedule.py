@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from fsdp_ref.backward import Backward
+from fsdp_ref.buckets import form_buckets
 from fsdp_ref.options import Prefetch
 from fsdp_ref.rank_group import RankGroup
 from fsdp_ref.states import ShardState
@@ -48,6 +49,7 @@ class RootSchedule:
         self._order: dict[Unit, None] = {}  # of the first forward since the last backward
         self._sequence: dict[Unit, None] = {}  # of the running forward of the root, without repeats
         self._followers: dict[Unit, Unit] = {}  # who came after whom in the one before it
+        self._has_buckets = False
         self._backwards: dict[int, Backward] = {}  # by autograd's number of the run
         for index, unit in enumerate(self.units):
             unit.index, unit.root_number, unit.schedule = index, number, self
@@ -86,7 +88,7 @@ class RootSchedule:
         """Start to gather the unit that followed in the last forward; see `forward_prefetch`."""
         follower = self._followers.get(unit)
         if unit.options.forward_prefetch and follower and _running_backward() == -1:
-            follower.start_unshard_ahead()
+            follower.start_unshard_ahead(follower.bucket)
 
     def forward_ended(self, unit: Unit, call: Call | None) -> None:
         """Remember the order at the end of a whole forward; drop what it gathered in vain."""
@@ -148,7 +150,7 @@ class RootSchedule:
         if backward is None or unit.options.backward_prefetch is not moment:
             return
         if (call := backward.next_call()) is not None:
-            call.unit.start_unshard_ahead()
+            call.unit.start_unshard_ahead(call.unit.bucket)
 
     def gradient_complete(self, call: Call) -> None:
         """The backward has passed all calls of a unit."""
@@ -166,6 +168,10 @@ class RootSchedule:
             self._explain_disagreement(order)
         backward.release(run, still_open)
         if not self._backwards:
+            self._drop_what_nobody_used()
+            if backward.synchronize and not self._has_buckets:  # all ranks have the same order
+                form_buckets(list(self._order), self.root)
+                self._has_buckets = True
             self._order.clear()
 
     # Between steps

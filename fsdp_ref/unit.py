@@ -110,11 +110,14 @@ class Unit(UnitState):
         self.schedule: Schedule | None = None
         self.calls: deque[Call] = deque(maxlen=_MOST_OPEN_CALLS)  # that backward may return to
         self.has_comm_hook = False
+        self.bucket: Sequence[Unit] = ()  # whose messages go together with this unit's
         self._side_outputs = SideOutputs(registered.modules)
 
     def reduce_with(self, comm_hook: CommHook) -> None:
         """Let a hook reduce the gradients, which then come undivided."""
         self.has_comm_hook = True
+        for unit in self.bucket:
+            unit.bucket = ()
         for flat_param in self.flat_params:
             flat_param._comm_hook, flat_param._divisors = comm_hook, (1, 1)
 
@@ -131,7 +134,7 @@ class Unit(UnitState):
         for flat_param in self.flat_params:
             flat_param.follow_requires_grad()
         self.registered.refuse_replacements()
-        self.unshard()
+        self.unshard(self.bucket)
         self._schedule.gather_ahead_in_forward(self)
         self.registered.set_in_forward(True)
         if not torch.is_grad_enabled():
@@ -193,7 +196,7 @@ class Unit(UnitState):
             self.enter(Phase.PRE_BACKWARD)
         for flat_param in self.flat_params:
             flat_param.take_back_gradients()
-        self.unshard()
+        self.unshard(self.bucket)
         self._schedule.gather_ahead(self, Prefetch.BACKWARD_PRE)
 
     def post_backward(self, call: Call) -> None:
@@ -218,28 +221,28 @@ class Unit(UnitState):
         self.calls.clear()
         self.calls.extend(kept)
 
-    def start_reduction(self) -> list[PendingReduction]:
-        """Issue the reduce-scatters of the trainable flat parameters. Collective."""
+    def finish_backward(self) -> None:
+        """Drop the full parameters: the gradient is complete."""
         self.enter(Phase.POST_BACKWARD)
         self.reshard()
         self._schedule.gather_ahead(self, Prefetch.BACKWARD_POST)
+        self.enter(Phase.IDLE)
+
+    def start_reduction(self) -> list[PendingReduction]:
+        """Issue the reduce-scatters of the trainable flat parameters. Collective."""
         reductions, what = [], f"{self.where}, reduce-scatter"
         for number, flat_param in enumerate(self.flat_params):
             if flat_param.requires_grad:
                 # What a hook of the reader raises is no sign of a silent rank.
                 with nullcontext() if self.has_comm_hook else explained(what, [self.group]):
                     reductions.append(flat_param.start_reduction(self.tag(number, reduction=True)))
-                dtype = flat_param.gradient_dtype
-                self.record_collective("reduce-scatter", flat_param, dtype)
+                self.record_reduction(flat_param, self)
         return reductions
 
-    def finish_backward(self) -> None:
-        """Drop the full parameters after the gradient was taken care of."""
-        if self.phase is not Phase.POST_BACKWARD:
-            self.enter(Phase.POST_BACKWARD)
-            self.reshard()
-            self._schedule.gather_ahead(self, Prefetch.BACKWARD_POST)
-        self.enter(Phase.IDLE)
+    def record_reduction(self, flat_param: FlatParameter, sender: Unit) -> None:
+        """Record that a gradient goes to the other ranks, in a sender's message."""
+        dtype, phase = flat_param.gradient_dtype, Phase.POST_BACKWARD
+        self.record_collective("reduce-scatter", flat_param, dtype, phase=phase, sender=sender)
 
     def reset(self) -> None:
         """Return to SHARDED and IDLE, whatever happened, and forget unfinished gradients."""

@@ -7,11 +7,18 @@ hooks that call them stand in `unit.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from fsdp_ref.collectives import PendingGather, bytes_per_gather, explained, pairs_by_order
+from fsdp_ref.collectives import (
+    PendingGather,
+    bytes_per_gather,
+    explained,
+    pairs_by_order,
+    start_joint_all_gather,
+)
 from fsdp_ref.errors import ShardStateError
 from fsdp_ref.flat_param import FlatParameter
 from fsdp_ref.options import Options
@@ -43,7 +50,7 @@ class UnitState:
         self.state = ShardState.SHARDED
         self.summoned = False  # inside summon_full_params
         self.phases: list[Phase] = []  # innermost last; IDLE when empty
-        self._gathers: list[PendingGather] = []
+        self._gathers: dict[FlatParameter, PendingGather] = {}
         self._gathered: list[tuple[int, int]] = []
         for flat_param in self.flat_params:
             flat_param._unit = weakref.ref(self)
@@ -111,39 +118,72 @@ class UnitState:
 
     # Memory
 
-    def unshard(self) -> None:
+    def unshard(self, bucket: Bucket = ()) -> None:
         """Make the full parameters available. Collective, unless they are there already."""
-        if self.state is not ShardState.SHARDED and self._gathered != self.generations():
-            self.reshard()  # the shards changed since: never use stale weights
-        if self.state is ShardState.SHARDED:
-            self.start_unshard()
+        self.drop_stale()
+        self.start_unshard_ahead(bucket)
         if self.state is ShardState.UNSHARDING:
             self.finish_unshard()
 
-    def start_unshard(self) -> None:
-        """Issue the all-gathers of all flat parameters together. Collective."""
-        for flat_param in self.flat_params:
-            flat_param.prepare()
-        self.move(ShardState.UNSHARDING)
-        self._gathered = self.generations()
-        for number, flat_param in enumerate(self.flat_params):
-            with explained(f"{self.where}, all-gather", [self.group]):
-                self._gathers.append(flat_param.start_unshard(self.tag(number, reduction=False)))
-            self.record_collective("all-gather", flat_param, flat_param.compute_dtype)
+    def drop_stale(self) -> None:
+        """Drop full parameters if the shards changed since they were gathered."""
+        if self.state is not ShardState.SHARDED and self._gathered != self.generations():
+            self.reshard()
 
-    def start_unshard_ahead(self) -> None:
-        """Issue the all-gathers before they are needed, if the unit is at rest. Collective."""
-        if self.state is ShardState.SHARDED and not self.summoned:
-            self.start_unshard()
+    def start_unshard_ahead(self, bucket: Bucket = ()) -> None:
+        """Issue the all-gathers before they are needed, if the unit is at rest. Collective.
+
+        Args:
+            bucket: The units whose messages go together with this one's. The first and the last
+                of them bring along all that are at rest; one in between has lost its companions.
+        """
+        if self.state is not ShardState.SHARDED or self.summoned:
+            return
+        at_rest: list[UnitState] = [self]
+        if self in (*bucket[:1], *bucket[-1:]):
+            for unit in bucket:
+                unit.drop_stale()
+            at_rest = [u for u in bucket if u.state is ShardState.SHARDED and not u.summoned]
+        self._start_unshard(at_rest)
+
+    def _start_unshard(self, units: Sequence[UnitState]) -> None:
+        """Issue the all-gathers of all flat parameters of ``units``. Collective."""
+        for flat_param in [p for unit in units for p in unit.flat_params]:
+            flat_param.prepare()
+        for unit in units:
+            unit.move(ShardState.UNSHARDING)
+            unit._gathered = unit.generations()
+        with explained(f"{self.where}, all-gather", [self.group]):
+            if len(units) == 1:
+                for number, flat_param in enumerate(self.flat_params):
+                    tag = self.tag(number, reduction=False)
+                    self._gathers[flat_param] = flat_param.start_unshard(tag)
+            else:
+                self._start_joint_gather(units)
+        for unit in units:
+            for flat_param in unit.flat_params:
+                dtype = flat_param.compute_dtype
+                unit.record_collective(
+                    "all-gather", flat_param, dtype, phase=self.phase, sender=self
+                )
+
+    def _start_joint_gather(self, units: Sequence[UnitState]) -> None:
+        for number, members in enumerate(alike(units, lambda p: p.compute_dtype)):
+            tag = self.tag(number, reduction=False)
+            shards = [flat_param.shard_to_send() for _, flat_param in members]
+            gathers = start_joint_all_gather(shards, self.group, tag)
+            for (unit, flat_param), gather in zip(members, gathers, strict=True):
+                unit._gathers[flat_param] = gather
+                flat_param.drop_sent_shard()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the module sees full parameters afterwards."""
-        gathers, self._gathers = self._gathers, []
+        gathers, self._gathers = self._gathers, {}
         with explained(f"{self.where}, all-gather", [self.group]), waiting(self.name, "all-gather"):
-            for gather in gathers:
+            for gather in gathers.values():
                 gather.wait()
         for flat_param in self.flat_params:
-            flat_param.finish_unshard()
+            flat_param.finish_unshard(gathers[flat_param])
         self.move(ShardState.UNSHARDED)
         self.registered.set_gathered(True)
         record(self.name, self.phase.value, "unshard")
@@ -154,7 +194,7 @@ class UnitState:
             return
         if self._gathers:  # issued ahead, and not needed after all
             with waiting(self.name, "all-gather"):
-                for gather in self._gathers:
+                for gather in self._gathers.values():
                     gather.wait()
             self._gathers.clear()
         self.registered.set_gathered(False)
@@ -187,14 +227,46 @@ class UnitState:
         return (unit * 64 + number % 64) * 2 + int(reduction)
 
     def record_collective(
-        self, operation: str, flat_param: FlatParameter, dtype: torch.dtype
+        self,
+        operation: str,
+        flat_param: FlatParameter,
+        dtype: torch.dtype,
+        *,
+        phase: Phase | None = None,
+        sender: UnitState | None = None,
     ) -> None:
-        """Record that shards of a flat parameter go to the other ranks."""
+        """Record that shards of a flat parameter go to the other ranks, in a sender's message."""
         record(
             self.name,
-            self.phase.value,
+            (phase or self.phase).value,
             operation,
             bytes_on_wire=bytes_per_gather(flat_param.numel(), dtype, self.group),
             group=self.group.ranks,
             dtype=dtype,
+            together_with=sender.name if sender is not None and sender is not self else "",
         )
+
+
+UnitT = TypeVar("UnitT", bound=UnitState)
+Bucket: TypeAlias = Sequence[UnitState]
+"""Units whose messages go together, in the order of the forward; empty for a unit on its own."""
+
+
+def alike(
+    units: Iterable[UnitT], kind: Callable[[FlatParameter], torch.dtype]
+) -> list[list[tuple[UnitT, FlatParameter]]]:
+    """Sort the flat parameters of several units by what can share a message.
+
+    Args:
+        units: The units.
+        kind: The dtype of what is sent of a flat parameter.
+
+    Returns:
+        One list for each dtype and device, in the order in which they come.
+    """
+    by_kind: dict[object, list[tuple[UnitT, FlatParameter]]] = {}
+    for unit in units:
+        for flat_param in unit.flat_params:
+            key = kind(flat_param), flat_param.compute_device
+            by_kind.setdefault(key, []).append((unit, flat_param))
+    return list(by_kind.values())

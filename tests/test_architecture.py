@@ -70,6 +70,7 @@ ORDER = (
     "copying",
     "exact",
     "copies",
+    "buckets",
     "comm_hooks",
     "unit",
     "unit_state",
