@@ -137,23 +137,31 @@ class Backward:
         if not self.synchronize:
             call.unit.finish_backward()
             return
-        for unit in self._later_than(call):
-            self._reduce(unit)
+        self._reduce_later_than(call.number, but=call.unit)
         self._reduce(call.unit)
 
-    def _later_than(self, call: Call) -> list[Unit]:
-        """Return units, last first, whose pending call began after ``call``, not reduced yet."""
-        inside = itertools.takewhile(lambda other: other.end > call.number, reversed(self._ahead))
+    def complete_all(self) -> None:
+        """Reduce every unit that ran forward, also those whose inputs needed no gradient here.
+
+        On other ranks they may have needed one; then those wait for this rank.
+        """
+        if self.synchronize:
+            self._reduce_later_than(-1)
+
+    def _reduce_later_than(self, number: int, but: Unit | None = None) -> None:
+        """Reduce units, last first, whose pending call began after ``number``."""
+        inside = itertools.takewhile(lambda other: other.end > number, reversed(self._ahead))
         later = {
             pending.number: unit
             for unit in {**self._unreduced, **{other.unit: None for other in inside}}
             if (pending := unit.first_pending_call()) is not None
             and pending.forward in self.forwards
-            and pending.number > call.number
-            and unit is not call.unit
+            and pending.number > number
+            and unit is not but
             and unit not in self.reduced
         }
-        return [later[number] for number in sorted(later, reverse=True)]
+        for moment in sorted(later, reverse=True):
+            self._reduce(later[moment])
 
     def _reduce(self, unit: Unit) -> None:
         """Drop a unit's full parameters; reduce its gradient, at once or with its bucket's."""

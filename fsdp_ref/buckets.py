@@ -17,6 +17,13 @@ of the model would gather it whole.
 Under full sharding the full parameters in memory never exceed the root plus two times the larger of
 the cap and the largest unit.
 
+Tip: Let small units be small
+    Units decide what is in memory at once, so small units are good for memory. Messages are
+    shared, so they are not bad for time. If memory is tight, `bucket_cap_mb=0` gathers one at a
+    time; if time is, a larger cap joins more of them.
+
+    Proof: options/small_units
+
 # What stays as it is
 
 A unit keeps its flat parameters, and the optimizer sees the same as before. Numbers do not change,
@@ -97,6 +104,8 @@ def start_reductions(units: Sequence[Unit]) -> Iterator[tuple[FlatParameter, Pen
         return
     for number, members in enumerate(alike(units, lambda p: p.gradient_dtype)):
         joined = [(unit, flat_param) for unit, flat_param in members if flat_param.requires_grad]
+        if not joined:
+            continue
         gradients = [flat_param.hand_over_gradient() for _, flat_param in joined]
         with explained(f"{sender.where}, reduce-scatter", [sender.group]):
             tag = sender.tag(number, reduction=True)

@@ -123,6 +123,10 @@ class FullyShardedDataParallel(WeightAccess):
             number of ranks that share and copy the unit, which makes the mean. For an expert that
             gets tokens of all ranks, the number of all ranks; [fsdp_ref.options][] has the
             arithmetic, case by case. Not an argument of torch's class.
+        bucket_cap_mb: How many megabytes of full parameters small units may gather and reduce
+            together, by shared messages; `0` for never. By default one eighth of what lies
+            outside the root; see [fsdp_ref.buckets][]. Only the outermost unit's counts. Not an
+            argument of torch's class; FairScale's joins reductions alone.
 
     Raises:
         NotAModuleError: If `module` is no module.
@@ -133,7 +137,7 @@ class FullyShardedDataParallel(WeightAccess):
         ScalarParameterError: If a parameter has no dimension.
         TiedParametersError: If a parameter would belong to two units.
         PrecisionError: If `mixed_precision` is not understood.
-        OptionError: If `cpu_offload`, `backward_prefetch`, `gradient_divisor` or
+        OptionError: If `cpu_offload`, `backward_prefetch`, `gradient_divisor`, `bucket_cap_mb` or
             `param_init_fn` is not understood.
         IgnoredStatesError: If something is to be ignored that cannot be.
         RankDisagreementError: If `sync_module_states` and the ranks' modules differ.
@@ -170,6 +174,7 @@ class FullyShardedDataParallel(WeightAccess):
         ignored_states: Any = None,
         device_mesh: DeviceMesh | None = None,
         gradient_divisor: float | None = None,
+        bucket_cap_mb: float | None = None,
     ) -> None:
         given = locals()
         name = current_unit_name() or type(module).__name__

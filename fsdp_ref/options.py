@@ -28,8 +28,8 @@ overlap, and two units are in memory), after them and before they are reduced (`
 not ahead at all (`None`). `forward_prefetch=True` does the same in the forward, in the order of the
 forward before it; for models whose units always run in one order.
 
-`limit_all_gathers` is accepted and changes nothing: never more than one unit is gathered ahead,
-so there is nothing to limit.
+`limit_all_gathers` is accepted and changes nothing: never more than one unit, or one bucket of
+[small units][fsdp_ref.buckets], is gathered ahead, so there is nothing to limit.
 
 Tip: Choose prefetch by memory: the messages stay the same
     Gathered ahead, weights travel while the layer before still computes. `BACKWARD_PRE` pays with
@@ -254,6 +254,35 @@ def as_divisor(gradient_divisor: Any, where: str) -> float:
     )
 
 
+def as_bucket_cap(bucket_cap_mb: Any, where: str) -> float | None:
+    """Return a number of megabytes up to which units share messages, or `None`. Local.
+
+    Args:
+        bucket_cap_mb: `None`, or a number that is not negative.
+        where: Who asks, for messages.
+
+    Returns:
+        The same.
+
+    Raises:
+        OptionError: If it is neither, or not a number at all.
+
+    Examples:
+        >>> as_bucket_cap(25, "unit 'root'")
+        25
+    """
+    is_number = isinstance(bucket_cap_mb, Real) and not isinstance(bucket_cap_mb, bool)
+    if bucket_cap_mb is None or (is_number and bucket_cap_mb >= 0):
+        cap: float | None = bucket_cap_mb
+        return cap
+    raise OptionError.at(
+        f"{where}, bucket_cap_mb",
+        expected="None, or a number of megabytes that is not negative",
+        found=repr(bucket_cap_mb),
+        fix="0 lets every unit send for itself.",
+    )
+
+
 def as_options(arguments: Mapping[str, Any], where: str) -> Options:
     """Turn constructor arguments into the options of a unit.
 
@@ -265,8 +294,8 @@ def as_options(arguments: Mapping[str, Any], where: str) -> Options:
         The options.
 
     Raises:
-        OptionError: If `cpu_offload`, `backward_prefetch` or `gradient_divisor` is not
-            understood.
+        OptionError: If `cpu_offload`, `backward_prefetch`, `gradient_divisor` or
+            `bucket_cap_mb` is not understood.
         PrecisionError: If `mixed_precision` is not understood.
     """
     divisor = arguments.get("gradient_divisor")
@@ -279,6 +308,7 @@ def as_options(arguments: Mapping[str, Any], where: str) -> Options:
         gradient_divisor=(
             None if divisor is None else as_divisor(divisor, f"{where}, gradient_divisor")
         ),
+        bucket_cap_mb=as_bucket_cap(arguments.get("bucket_cap_mb"), where),
     )
 
 

@@ -160,6 +160,7 @@ class RootSchedule:
         """Finish the run: reduce what is left, set `.grad`, drop full parameters."""
         backward = self._backwards[run]
         backward.catch_up(end=-1)
+        backward.complete_all()
         del self._backwards[run]
         still_open = {unit for other in self._backwards.values() for unit in other.begun}
         order = "\n".join(unit.name or "root" for unit in self._order)
