@@ -72,7 +72,6 @@ def messages(recorded, operation):
 
 
 all_weights = []
-widths = 9, 13, 17, 15, 0
 rows = [("cap", "all-gathers", "reduce-scatters", "elements sent", "gathered at once")]
 for name, cap in (("none", 0), ("default", None), ("huge", 1000)):
     recorded, weights = train(cap)
@@ -94,7 +93,7 @@ same = all(
 )
 if rank == 0:
     for row in rows:
-        print("".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("{:9}{:13}{:17}{:15}{}".format(*map(str, row)))
     print(f"the same weights afterwards, to the last bit: {same}")
 
 dist.destroy_process_group()
