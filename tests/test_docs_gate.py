@@ -280,13 +280,9 @@ def test_a_tip_whose_proof_is_removed(tree):
 
 
 def test_a_tip_on_an_object_that_no_page_shows(tree):
-    old = (
-        r'^    """Make the groups a request names.*$|^def _divisors\(number: int\) -> list\[int\]:$'
-    )
-    new = (
-        'def _divisors(number: int) -> list[int]:\n    """Divide.\n\n    Tip: Divide\n        '
-        'Well.\n\n        Proof: wrapping/policies\n    """'
-    )
+    old = r"^(def _known_world_size\(.*:)$"
+    tip = "Tip: Know\n        Well.\n\n        Proof: wrapping/policies"
+    new = rf'\1\n    """Know.\n\n    {tip}\n    """'
     mutate = partial(change, tree, A_MODULE, old, new)
     assert "gives a tip and is on no page" in new_problems(docstring_form.check_tips, tree, mutate)
 
