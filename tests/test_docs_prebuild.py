@@ -9,10 +9,11 @@ from pathlib import Path
 import griffe
 import pytest
 
+from fsdp_ref.process_groups import rank_lists
 from tests.test_docs_runner import write_snippet
 from tools import docstrings
 from tools.griffe_docstrings import ReadableDocstrings, fence_examples, link_proofs
-from tools.prebuild import fragments, inventory, recorded, tables, tips
+from tools.prebuild import fragments, group_figures, inventory, recorded, tables, tips
 from tools.prebuild.attributes import generate as generate_attributes
 from tools.prebuild.fragments import PrebuildError
 from tools.prebuild.writer import Generated
@@ -315,3 +316,48 @@ def test_the_program_in_the_readme_runs(tmp_path):
             if not outcome.aborted_at_exit:
                 break
     assert (outcome.code, outcome.printed) == (0, []), outcome.errors
+
+
+# Figures about groups
+
+
+def test_the_figure_of_words_shows_what_the_package_computes():
+    drawn = group_figures.ranks_figure()
+    assert "\n\n" not in drawn, "a blank line would end the figure on a page"
+    letters = re.findall(r'<text x="(\d+)" y="(\d+)"[^>]*>([A-H])</text>', drawn)
+    rows = {}
+    for _, y, letter in sorted(letters, key=lambda found: int(found[0])):
+        rows[int(y)] = rows.get(int(y), "") + letter
+    assert [rows[y] for y in sorted(rows)] == [
+        *("AAAAAAAA", "AAAABBBB", "AABBCCDD"),
+        *("ABCDEFGH", "ABCDABCD", "ABABABAB"),
+    ]
+    for word, spelt in group_figures.WORDS:  # all words of a label mean what is drawn beside it
+        lists = rank_lists(word, 8, 4)
+        for other in re.findall(r"'(\w+)'", spelt):
+            assert rank_lists(other, 8, 4) == lists
+
+
+def test_curves_are_drawn_from_what_was_printed():
+    names = ["unsharded", "b", "c", "d", "e"]
+    printed = [" | ".join(["step", *names])]
+    printed += [
+        f"   {step} | " + " | ".join(f"{9 - step}.{n}" for n in "12345") for step in (1, 2, 3)
+    ]
+    read_names, rows = group_figures.read_curves(printed, Path("x.py"))
+    assert read_names == names
+    assert rows[2] == [6.1, 6.2, 6.3, 6.4, 6.5]
+    drawn = group_figures.curves_figure(read_names, rows)
+    assert "e 6.5000</title>" in drawn
+    assert "\n\n" not in drawn
+    lines = re.findall(r'<path d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawn)
+    assert len(lines) == len(names)
+    assert all(float(start) < float(end) for _, start, _, end in lines), "a falling loss goes down"
+    tops = [float(end) for _, _, _, end in lines]
+    assert tops == sorted(tops, reverse=True), "a larger loss is further up"
+
+
+@pytest.mark.parametrize("printed", [[], ["step | a", "1 | x"], ["step | a", "1 | 2.0", "2 | 1.0"]])
+def test_what_is_no_table_of_losses_stops_the_build(printed):
+    with pytest.raises(PrebuildError, match=r"x\.py:1: printed no"):
+        group_figures.read_curves(printed, Path("x.py"))

@@ -111,8 +111,9 @@ def figure(name: str, title: str, width: float, height: float, parts: list[str])
         SVG to stand inside a page: without blank lines, in the colours of the page.
     """
     head = (
-        f'<div class="group-figure"><svg viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-labelledby="{name}" fill="currentColor" style="max-width: 100%; height: auto; '
+        f'<div class="group-figure" tabindex="0" style="overflow-x: auto">'  # narrow: it scrolls
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{name}" '
+        f'fill="currentColor" style="width: 100%; min-width: 30rem; display: block; '
         f'font-family: var(--md-text-font-family)">'
     )
     title = f'<title id="{name}">{escape(title)}</title>'
