@@ -15,7 +15,8 @@ one eighth of all parameters outside the root, or what `bucket_cap_mb` says. A c
 of the model would gather it whole.
 
 Under full sharding the full parameters in memory never exceed the root plus two times the larger of
-the cap and the largest unit.
+the cap and the largest unit. Where a strategy keeps them, they exceed the whole model by the cap at
+most, while units take theirs out of a message.
 
 Tip: Let small units be small
     Units decide what is in memory at once, so small units are good for memory. Messages are

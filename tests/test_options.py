@@ -193,7 +193,8 @@ def test_never_more_than_the_root_and_twice_the_largest_unit(model_name, world_s
 @pytest.mark.parametrize("model_name", MODELS)
 def test_a_strategy_that_keeps_parameters_keeps_all_of_them(model_name):
     for peak, root, _, all_units in run_ranks(2, memory, model_name, "SHARD_GRAD_OP", {}):
-        assert peak == root + all_units
+        # While small units take theirs out of a shared message, what is in it exists twice.
+        assert root + all_units <= peak <= root + all_units + all_units / 8
 
 
 def gathers(prefetch: dict[str, Any]) -> list[str]:
