@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -105,7 +107,8 @@ def get_optimizer_state_dict(
 
     Returns:
         `"state"` and `"param_groups"` of all optimizers, one after the other; flattened, one level
-        of names such as `"state.head.weight.exp_avg"`.
+        of names such as `"state.head.weight.exp_avg"`. An optimizer that never stepped has the
+        state that its first step would begin with, so that `dcp.load` has something to fill.
 
     Raises:
         OptimizerStateError: If state cannot be told by name; see
@@ -120,7 +123,8 @@ def get_optimizer_state_dict(
     groups: list[Any] = []
     with _form(model, options):
         for optimizer in _listed(optimizers):
-            one = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            own = _state_before_a_step(optimizer)
+            one = FullyShardedDataParallel.optim_state_dict(model, optimizer, own)
             state |= one.get("state", {})
             groups += one.get("param_groups", [])
     if options.flatten_optimizer_state_dict:
@@ -308,6 +312,41 @@ def _form(
     return FullyShardedDataParallel.state_dict_type(
         model, "full", config, optim_config, replicas=replicas
     )
+
+
+def _state_before_a_step(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return the state that an optimizer would begin with, if it has none yet.
+
+    `dcp.load` fills what is there: without it, the state of a fresh optimizer would stay empty and
+    nobody would notice. A stand-in takes a step without a gradient, for weights of zero.
+    """
+    if optimizer.state:
+        return None
+    beginner: Any = object.__new__(type(optimizer))
+    beginner.__dict__.update(optimizer.__dict__)
+    beginner.state = defaultdict(dict)
+    for hooks in [name for name in beginner.__dict__ if name.endswith("_hooks")]:
+        setattr(beginner, hooks, OrderedDict())
+    beginner.param_groups = [
+        {**group, "params": [_zeros(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    try:
+        type(optimizer).step(beginner)  # a scheduler may have put another one on the object
+    except TypeError:  # it wants a closure
+        return None
+    for values in beginner.state.values():
+        if "step" in values:
+            values["step"] = values["step"] * 0
+    own: dict[str, Any] = beginner.state_dict()
+    return own
+
+
+def _zeros(parameter: nn.Parameter) -> nn.Parameter:
+    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    stand_in = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+    stand_in.grad = torch.zeros_like(stand_in) if parameter.requires_grad else None
+    return stand_in
 
 
 def _frozen(model: nn.Module) -> set[str]:

@@ -24,14 +24,13 @@ if TYPE_CHECKING:  # it takes long to import, and only those who ask need it
 
 
 class StateDicts(UnitModule):
-    """A wrapper that saves and loads under the plain model's names.
-
-    Attributes:
-        state_dict_device: FairScale's word for where values of a state dict go; `None` for where
-            the full parameters are. Set on the module whose `state_dict` is called.
-    """
+    """A wrapper that saves and loads under the plain model's names."""
 
     state_dict_device: torch.device | str | None = None
+    """Where the values of state dicts go, by FairScale's name; `None` for where parameters are.
+
+    Set it on the module whose `state_dict` is called. A config with `offload_to_cpu` counts more.
+    """
     _export: Export = Export()
     _exporting: Exporting | None = None  # of the outermost unit, while it lasts
     _loading: Loading | None = None  # the same

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
@@ -87,25 +88,126 @@ def resume(mode: str, path: str) -> None:
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     expected = train(model, optimizer, 3)
 
-    model, optimizer = build(mode, lr=9.0)
-    model_state, optimizer_state = checkpoint.get_state_dict(model, optimizer)
-    train(model, optimizer, 1)  # so that there is something to forget
-    model_state, optimizer_state = checkpoint.get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path)
-    keys = checkpoint.set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
-    assert train(model, optimizer, 3) == expected  # bit for bit
+    for steps in (0, 1):  # fresh, or with something to forget
+        model, optimizer = build(mode, lr=9.0)
+        train(model, optimizer, steps)
+        model_state, optimizer_state = checkpoint.get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=path)
+        keys = checkpoint.set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+        assert train(model, optimizer, 3) == expected  # bit for bit
 
 
 @by_mode
 def test_a_run_that_was_saved_and_loaded_goes_on_as_if_nothing_had_happened(mode, tmp_path):
     run_ranks(MODES[mode][2], resume, mode, str(tmp_path))
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+}
+
+
+def fresh(kind: str, orig: bool, path: str) -> None:
+    """A fresh optimizer shows all that one has that stepped, and stays as it is."""
+    model = nested(seeded(), use_orig_params=orig)
+    optimizer = KINDS[kind](model.parameters())
+    train(model, optimizer, 1)
+    state = checkpoint.get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=path)
+    model = nested(seeded(), use_orig_params=orig)
+    optimizer = KINDS[kind](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on it
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append(2))
+    with timeline() as recorded:
+        template = checkpoint.get_optimizer_state_dict(model, optimizer)
+    assert recorded.lines("reduce-scatter") == []
+    assert {n: set(v) for n, v in template["state"].items() if v} == {
+        n: set(v) for n, v in state["state"].items() if v
+    }
+    assert (scheduler.last_epoch, seen.count(1)) == (0, 0)
+    assert kind == "adagrad" or not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, seeded().state_dict()[name])
+    for values in template["state"].values():
+        assert all(not whole(v).any() for n, v in values.items() if n == "step")
+    # Loading the beginner's own state changes nothing about the steps that follow.
+    expected = train(model, optimizer, 2)
+    model = nested(seeded(), use_orig_params=orig)
+    optimizer = KINDS[kind](model.parameters())
+    checkpoint.set_optimizer_state_dict(
+        model, optimizer, checkpoint.get_optimizer_state_dict(model, optimizer)
+    )
+    assert train(model, optimizer, 2) == expected
+    dcp.load({"state": template["state"]}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("orig", [False, True])
+def test_a_fresh_optimizer_shows_the_state_it_would_begin_with(kind, orig, tmp_path):
+    run_ranks(2, fresh, kind, orig, str(tmp_path))
+
+
+def wants_a_closure() -> None:
+    model = nested(seeded())
+    optimizer = torch.optim.LBFGS(model.parameters())
+    assert checkpoint.get_optimizer_state_dict(model, optimizer)["state"] == {}
+
+
+def test_an_optimizer_that_cannot_step_by_itself_shows_what_it_has():
+    run_ranks(1, wants_a_closure)
+
+
+class Application(Stateful):
+    """What torch's tutorial about checkpoints builds, with the functions of this package."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model_state, optimizer_state = checkpoint.get_state_dict(self.model, self.optimizer)
+        return {"model": model_state, "optim": optimizer_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        checkpoint.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+
+
+def as_in_the_tutorial(step: str, path: str) -> list[float]:
+    model, optimizer = build("original parameters")
+    if step == "save":
+        train(model, optimizer, 2)
+        dcp.save({"app": Application(model, optimizer)}, checkpoint_id=path)
+    else:
+        dcp.load({"app": Application(model, optimizer)}, checkpoint_id=path)
+    return train(model, optimizer, 3)
+
+
+def test_the_pattern_of_torchs_tutorial_saves_and_loads_at_another_number_of_ranks(tmp_path):
+    expected = run_ranks(2, as_in_the_tutorial, "save", str(tmp_path))
+    assert run_ranks(2, as_in_the_tutorial, "load", str(tmp_path)) == expected
+    other = run_ranks(3, as_in_the_tutorial, "load", str(tmp_path))
+    mean = torch.tensor(expected).mean(0)
+    torch.testing.assert_close(torch.tensor(other).mean(0), mean, rtol=1e-6, atol=1e-8)
 
 
 # ---------------------------------------------------------------- options

@@ -71,6 +71,31 @@ def values(strategy: str, group: Any, orig: bool) -> None:
         assert kept[name].requires_grad
 
 
+def hooks_on_rows() -> None:
+    """They run on the modules inside, with plain keys, and may change what they find."""
+    model, seen = nested(seeded()), []
+
+    def halve(module: nn.Module, state: dict, prefix: str, _: dict) -> None:
+        seen.append((prefix, sorted(key for key in state if key.startswith(prefix))))
+        assert type(state[prefix + "weight"]) is DTensor
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+        state[prefix + "bias_too"] = state.pop(prefix + "bias")
+
+    model.layers[1].linear.register_state_dict_post_hook(halve)
+    state = sharded(model)
+    assert seen == [("layers.1.linear.", ["layers.1.linear.bias", "layers.1.linear.weight"])]
+    expected = seeded().state_dict()
+    assert torch.equal(
+        whole(state["layers.1.linear.weight"]), expected["layers.1.linear.weight"] / 2
+    )
+    assert "layers.1.linear.bias_too" in state
+    assert "layers.1.linear.bias" not in state
+
+
+def test_hooks_of_inner_modules_see_and_change_rows():
+    run_ranks(2, hooks_on_rows)
+
+
 STRATEGIES = [
     ("FULL_SHARD", None),
     ("NO_SHARD", None),
@@ -187,8 +212,13 @@ def save(way: str, path: str, asynchronously: bool = False) -> None:
     model = WAYS[way](plain)
     state = state_of(model)
     if asynchronously:
-        saved = dcp.async_save(state, checkpoint_id=path)
-        model.load_state_dict(seeded().state_dict())  # training goes on meanwhile
+        # A group of its own, so that its messages never meet those of the training.
+        saved = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):  # training goes on meanwhile
+            mean_square(model(my_part(whole_batch()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         saved.result()
     else:
         dcp.save(state, checkpoint_id=path)
