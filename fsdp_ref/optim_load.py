@@ -35,11 +35,13 @@ class Saved:
         state: By stored name of the weight, then by name of the value.
         groups: The saved groups, whose `params` are names.
         unknown: Names that the model does not have.
+        others: What an optimizer keeps under keys of its own: single values, not state of weights.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: Sequence[Mapping[str, Any]]
     unknown: Sequence[str]
+    others: Mapping[str, Any]
 
 
 def saved_here(optim_state_dict: Mapping[str, Any], names: Names) -> Saved:
@@ -57,11 +59,12 @@ def saved_here(optim_state_dict: Mapping[str, Any], names: Names) -> Saved:
     """
     optim_state_dict = with_own_names(optim_state_dict)
     refuse_keys(optim_state_dict)
+    wholes, others = _parted(optim_state_dict["state"])
     wholes = {
         name: {n: _lazy(name, value) for n, value in values.items()}
-        for name, values in optim_state_dict["state"].items()
+        for name, values in wholes.items()
     }
-    return _by_stored_name(wholes, optim_state_dict["param_groups"], names)
+    return _by_stored_name(wholes, others, optim_state_dict["param_groups"], names)
 
 
 def with_own_names(optim_state_dict: Any) -> Any:
@@ -132,8 +135,17 @@ def _lazy(name: str, value: Any) -> Any:
     return whole(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
+def _parted(state: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], dict[str, Any]]:
+    """Tell state of weights from single values that an optimizer keeps under a key of its own."""
+    weights = {key: values for key, values in state.items() if isinstance(values, Mapping)}
+    return weights, {key: value for key, value in state.items() if key not in weights}
+
+
 def _by_stored_name(
-    state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: Names
+    state: Mapping[str, Mapping[str, Any]],
+    others: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    names: Names,
 ) -> Saved:
     """Sort out what is this rank's, what belongs to other groups of ranks, and what is unknown."""
     params = [name for group in groups for name in group["params"]]
@@ -141,7 +153,7 @@ def _by_stored_name(
     # The stored name last: where a dict has a weight under several names, that one counts.
     ordered = sorted(state, key=lambda name: names.stored.get(name) == name)
     mine = {names.stored[name]: state[name] for name in ordered if name in names.stored}
-    return Saved(mine, groups, unknown)
+    return Saved(mine, groups, unknown, copy.deepcopy(dict(others)))
 
 
 def _known(name: str, names: Names) -> bool:
@@ -180,6 +192,7 @@ def saved_on_first(
     if "error" in told:
         raise OptimizerStateError(told["error"])
     read = decoded(told["told"])
+    weights, others = _parted(read["state"])
     state = {
         name: {
             n: value
@@ -187,12 +200,12 @@ def saved_on_first(
             else _from_first(value, given.get("state", {}).get(name, {}).get(n), groups)
             for n, value in values.items()
         }
-        for name, values in read["state"].items()
+        for name, values in weights.items()
     }
     for name, values in state.items():
         if re.search(r"@rank\d+$", name):  # each rank wants another one of these
             values |= {n: _had(v) for n, v in values.items() if isinstance(v, Whole)}
-    return _by_stored_name(state, read["param_groups"], names)
+    return _by_stored_name(state, others, read["param_groups"], names)
 
 
 def _had(value: Whole) -> Whole:
@@ -256,7 +269,7 @@ def to_optimizer(
         {**copy.deepcopy(one), "params": [entry.key for entry in group]}
         for one, group in zip(settings, wanted, strict=True)
     ]
-    return {"state": state, "param_groups": groups}
+    return {"state": {**state, **saved.others}, "param_groups": groups}
 
 
 def _refuse_names(saved: Saved, entries: Sequence[Entry], names: Names) -> None:

@@ -192,7 +192,7 @@ def export_state(
         given: The optimizer's own state dict, if it was asked for already.
         form: Which form.
     """
-    own = _own_state_dict(optim) if given is None else given
+    own = _own_state_dict(optim) if given is None else _gathered(given)
     if form.kind == "local":
         return copy.deepcopy(own)
     units = set_up(model)
@@ -201,6 +201,8 @@ def export_state(
     entries = entries_of(groups, names, own_keys(model, groups, own))
     parts = agreed_parts(entries, units, own["state"])
     state = whole_state(parts, units, form)
+    keys = {entry.key for entry in entries}
+    state |= {key: copied(v, form) for key, v in own["state"].items() if key not in keys}
     by_name = _groups_by_name(own["param_groups"], entries)
     if form.kind == "full":
         for root, inside in _models(model):
@@ -219,6 +221,17 @@ def _own_state_dict(optim: Optimizer) -> dict[str, Any]:
     with local_state_understood():
         own: dict[str, Any] = optim.state_dict()
     return own
+
+
+def _gathered(own: dict[str, Any]) -> dict[str, Any]:
+    """Make `DTensor`s whole that an attached optimizer's own state dict has. Collective then."""
+    state = {
+        key: {n: whole(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+        if isinstance(values, Mapping)
+        else values
+        for key, values in own["state"].items()
+    }
+    return {**own, "state": state}
 
 
 def _models(model: nn.Module) -> list[tuple[Unit, list[Unit]]]:

@@ -264,6 +264,8 @@ def with_torchs_helpers(folder: str) -> None:
     assert_unchanged(optimizer, before)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_unchanged(optimizer, before)
+    again = FSDP.optim_state_dict(model, optimizer, optimizer.state_dict())
+    assert_same_state(again["state"], direct["state"], exact=True)
     flat = nested(seeded())
     with provokes(attach, errors.OptimizerStateError, "flat parameters"):
         attach(flat, torch.optim.Adam(flat.parameters()))
@@ -336,6 +338,30 @@ def fine_alone() -> None:
 
 def test_on_one_rank_there_is_nothing_to_say():
     run_ranks(1, fine_alone)
+
+
+def keys_of_its_own() -> None:
+    """An optimizer may keep single values that belong to no weight."""
+    model = nested(seeded())
+    optimizer = adam_after(1, model)
+    optimizer.state["rounds"] = 3
+    optimizer.state["seen"] = torch.tensor(7)
+    exported = FSDP.optim_state_dict(model, optimizer)
+    assert exported["state"]["rounds"] == 3
+    assert exported["state"]["seen"] == 7
+    optimizer.state["seen"] += 1
+    assert exported["state"]["seen"] == 7
+    other = torch.optim.Adam(model.parameters())
+    FSDP.optim_state_dict_to_load(model, other, exported, load_directly=True)
+    assert other.state["rounds"] == 3
+    FSDP.set_state_dict_type(model, "full", None, {"rank0_only": True})
+    given = exported if dist.get_rank() == 0 else {}
+    result = FSDP.optim_state_dict_to_load(model, other, given)
+    assert result["state"]["seen"] == 7
+
+
+def test_what_an_optimizer_keeps_under_keys_of_its_own_travels_along():
+    run_ranks(2, keys_of_its_own)
 
 
 class TorchsSharded:
