@@ -120,6 +120,11 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def every_kind(orig: bool, path: str) -> None:
+    for kind in KINDS:
+        fresh(kind, orig, f"{path}/{kind}")
+
+
 def fresh(kind: str, orig: bool, path: str) -> None:
     """A fresh optimizer shows all that one has that stepped, and stays as it is."""
     model = nested(seeded(), use_orig_params=orig)
@@ -157,10 +162,9 @@ def fresh(kind: str, orig: bool, path: str) -> None:
     dcp.load({"state": template["state"]}, checkpoint_id=path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("orig", [False, True])
-def test_a_fresh_optimizer_shows_the_state_it_would_begin_with(kind, orig, tmp_path):
-    run_ranks(2, fresh, kind, orig, str(tmp_path))
+def test_a_fresh_optimizer_shows_the_state_it_would_begin_with(orig, tmp_path):
+    run_ranks(2, every_kind, orig, str(tmp_path))
 
 
 def wants_a_closure() -> None:
@@ -303,9 +307,13 @@ def test_options_mean_what_torchs_mean_and_misuse_is_named():
     run_ranks(2, other_options)
 
 
-def several_optimizers(orig: bool, flat: bool, form: str) -> None:
-    options = Options(full_state_dict=form == "full", flatten_optimizer_state_dict=flat)
+def several_optimizers(orig: bool) -> None:
+    for full in (False, True):
+        for flat in (False, True):
+            several(orig, Options(full_state_dict=full, flatten_optimizer_state_dict=flat))
 
+
+def several(orig: bool, options: checkpoint.StateDictOptions) -> None:
     def make(lr: float) -> tuple[FSDP, list[torch.optim.Optimizer]]:
         model = nested(seeded(), use_orig_params=orig)
         layers = list(model.layers.parameters())
@@ -331,6 +339,7 @@ def several_optimizers(orig: bool, flat: bool, form: str) -> None:
     model, optimizers = make(0.05)
     steps(model, optimizers)
     states = checkpoint.get_state_dict(model, iter(optimizers), options=options)
+    flat = options.flatten_optimizer_state_dict
     assert any(name.startswith("state.head.weight") for name in states[1]) == flat
     expected = steps(model, optimizers)
     model, optimizers = make(7.0)
@@ -345,10 +354,8 @@ def several_optimizers(orig: bool, flat: bool, form: str) -> None:
 
 
 @pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("form", ["full", "sharded"])
-def test_several_optimizers_and_flattened_state(orig, flat, form):
-    run_ranks(2, several_optimizers, orig, flat, form)
+def test_several_optimizers_and_flattened_state(orig):
+    run_ranks(2, several_optimizers, orig)
 
 
 # ---------------------------------------------------------------- other models
@@ -517,35 +524,26 @@ def torchs_helpers(orig: bool, path: str) -> None:
     assert all(torch.equal(whole(v), expected[k]) for k, v in theirs.state_dict().items())
 
 
-def torchs_options(orig: bool, options: dict[str, bool], form: str) -> None:
-    model, sent = nested(seeded(), use_orig_params=orig), "broadcast_from_rank0" in options
+def torchs_options(orig: bool, *choices: dict[str, bool]) -> None:
     expected = {name: value + 1 for name, value in seeded().state_dict().items()}
-    given = {} if sent and dist.get_rank() > 0 else dict(expected)
-    with FSDP.state_dict_type(model, form):
-        keys = torchs.set_model_state_dict(model, given, options=Options(**options))
-    assert not keys.missing_keys
-    assert not keys.unexpected_keys
-    assert all(torch.equal(v, expected[name]) for name, v in model.state_dict().items())
+    for form in ("full", "sharded"):
+        for options in choices:
+            model, sent = nested(seeded(), use_orig_params=orig), "broadcast_from_rank0" in options
+            given = {} if sent and dist.get_rank() > 0 else dict(expected)
+            with FSDP.state_dict_type(model, form):
+                keys = torchs.set_model_state_dict(model, given, options=Options(**options))
+            assert not keys.missing_keys
+            assert not keys.unexpected_keys
+            assert all(torch.equal(v, expected[name]) for name, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("form", ["full", "sharded"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"full_state_dict": True},
-        {"full_state_dict": True, "cpu_offload": True},
-        {"full_state_dict": True, "broadcast_from_rank0": True},
-        {"strict": False},
-    ],
-    ids=str,
-)
-def test_torchs_own_model_helpers_load_with_their_options(orig, form, options):
-    if "broadcast_from_rank0" in options and not orig:
-        with pytest.raises(RankFailure, match=r"SilentRanksError|LoadError"):  # never silently
-            run_ranks(2, torchs_options, orig, options, form, dist_timeout=2)
-    else:
-        run_ranks(2, torchs_options, orig, options, form)
+def test_torchs_own_model_helpers_load_with_their_options():
+    sent = {"full_state_dict": True, "broadcast_from_rank0": True}
+    full, offloaded = {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}
+    run_ranks(2, torchs_options, False, full, offloaded, {"strict": False})
+    run_ranks(2, torchs_options, True, full, offloaded, {"strict": False}, sent)
+    with pytest.raises(RankFailure, match=r"SilentRanksError|LoadError"):  # never silently
+        run_ranks(2, torchs_options, False, sent, dist_timeout=2)
 
 
 @pytest.mark.parametrize("orig", [False, True])
