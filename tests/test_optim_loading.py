@@ -24,6 +24,7 @@ from fsdp_ref import errors
 from fsdp_ref.optim_names import OlderOptimizerNames
 from fsdp_ref.optim_state import attach
 from fsdp_ref.optimizer_watch import own_pieces
+from tests.models import CASES
 from tests.provoked import provokes
 from tests.ranks import run_ranks
 from tests.test_optim_state import (
@@ -36,7 +37,7 @@ from tests.test_optim_state import (
     two_groups,
     with_head,
 )
-from tests.toy import assert_equal_weights, nested, one_unit, seeded, three_deep
+from tests.toy import assert_equal_weights, my_part, nested, one_unit, seeded, three_deep
 
 # ---------------------------------------------------------------- refusals
 
@@ -189,6 +190,38 @@ def rekeying() -> None:
 
 def test_numbers_and_names_are_translated_by_the_optimizer_they_belong_to():
     run_ranks(2, rekeying)
+
+
+def tied_and_through_torchs_helper() -> None:
+    """A tied weight is found under each of its names; torch's helper reads the full form."""
+    case = CASES["tied"]
+    model = FSDP(case.model(torch.float32))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    batch = my_part(case.batches(1, torch.float32)[0])
+    case.loss(model(batch), batch).backward()
+    optimizer.step()
+    before, exported = own_state(optimizer), FSDP.optim_state_dict(model, optimizer)
+    assert "embedding.weight" in exported["state"]
+    assert "head.weight" not in exported["state"]  # one state, under the first name
+    renamed = changed(exported, "embedding.weight", "head.weight")
+    FSDP.optim_state_dict_to_load(model, optimizer, renamed, load_directly=True)
+    assert_unchanged(optimizer, before)
+
+    model = nested(seeded())
+    optimizer = adam_after(2, model)
+    exported = FSDP.optim_state_dict(model, optimizer)
+    plain = model_as_plain(model)
+    alone = torch.optim.Adam(plain.parameters())
+    set_optimizer_state_dict(plain, alone, copy.deepcopy(exported))
+    assert_same_state(state_by_name(plain, alone), exported["state"], exact=True)
+    assert alone.param_groups[0]["lr"] == 0.1
+    step(plain, alone)
+    step(model, optimizer)
+    assert_equal_weights(model, plain)
+
+
+def test_tied_weights_have_one_state_and_torchs_helper_brings_all_into_a_plain_optimizer():
+    run_ranks(2, tied_and_through_torchs_helper)
 
 
 def fairscales() -> None:
