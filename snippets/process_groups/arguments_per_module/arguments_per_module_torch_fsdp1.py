@@ -23,13 +23,16 @@ Expected output:
     head     | 0, 1, 2, 3       | NO_SHARD          | bfloat16
     process_group='mod2': AttributeError: 'str' object has no attribute 'rank'
     sharding_strategy='SHARD_GRAD_OP': KeyError: 'SHARD_GRAD_OP'
-    mixed_precision='FULL': AttributeError: 'str' object has no attribute 'param_dtype'
+    mixed_precision='FULL': AttributeError: 'str' object has no attribute
+        'param_dtype'
     cpu_offload=False: works
-    gradient_divisor=4: TypeError: FullyShardedDataParallel.__init__() got an unexpected keyword argument 'gradient_divisor'
+    gradient_divisor=4: TypeError: FullyShardedDataParallel.__init__() got an
+        unexpected keyword argument 'gradient_divisor'
 """
 
 # --8<-- [start:body]
 import os
+import textwrap
 
 import torch
 import torch.distributed as dist
@@ -101,7 +104,7 @@ def attempt(name, argument, value):
     except Exception as error:
         found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if rank == 0:
-        print(f"{argument}={value!r}: {found}")
+        print(textwrap.fill(f"{argument}={value!r}: {found}", 80, subsequent_indent="    "))
 
 
 model = wrap(ARGUMENTS)
