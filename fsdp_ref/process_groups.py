@@ -132,15 +132,17 @@ Without the comparison they would wait for each other.
 
 - *A dense layer in a small group* drifts. A layer's group must contain all ranks that should agree
   on the layer. A group that merely contains this rank is enough to run, and not enough to be
-  right. Ask [check_replicas][fsdp_ref.replicas.check_replicas].
+  right. Ask [check_replicas][fsdp_ref.replicas.check_replicas], as [this run][drift-of-a-dense-layer]
+  does.
 - *The divisor.* A group gives its members equal weight and divides by their number. For experts
-  that see tokens of all ranks, that is wrong.
+  that see tokens of all ranks, that is wrong: see [both numbers][mixture-of-experts].
 - *K means two things.* `'set2'` makes groups of two ranks, `'mod2'` makes two groups. On four
   ranks these have equal sizes, so a mistake shows only on more. Print the table.
 - *Each rank decides alone.* A word computed from a rank, or a list for some ranks only, would make
-  ranks wait for each other; here it is an error on all of them.
+  ranks wait for each other; here it is an error on all of them: see
+  [what each rank is told][groups-that-do-not-fit].
 - *A full state dict* has one place for a layer that differs from group to group, so it is refused.
-  Ask for all versions, or for this rank's; see [fsdp_ref.state_dict_types][].
+  Ask for all versions, or for this rank's; see [a run][versions-in-a-state-dict].
 - *Hosts.* `'node'` and `'local_rank_across_nodes'` need to know how many processes run on each
   host. `torchrun` says so in the environment. Other launchers may not.
 """
@@ -150,7 +152,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -158,25 +160,13 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref import agreement, rank_words
-from fsdp_ref.errors import (
-    GroupMembershipError,
-    GroupWordError,
-    RankDisagreementError,
-    this_rank,
-)
+from fsdp_ref.errors import GroupMembershipError, GroupWordError, this_rank
+from fsdp_ref.group_requests import Key, Misfit, request, union
 from fsdp_ref.rank_group import RankGroup
-from fsdp_ref.rank_words import read_ranks, spell_lists, spell_ranks
-
-
-class _Key(NamedTuple):
-    """What a live group is kept under; a set of ranks may have two."""
-
-    ranks: tuple[int, ...]
-    for_reductions: bool
-
+from fsdp_ref.rank_words import spell_lists
 
 # For each default group; weak, so that destroying it drops its groups. They must not refer to it.
-_caches: WeakKeyDictionary[ProcessGroup, dict[_Key, ProcessGroup]] = WeakKeyDictionary()
+_caches: WeakKeyDictionary[ProcessGroup, dict[Key, ProcessGroup]] = WeakKeyDictionary()
 
 
 def rank_lists(
@@ -431,98 +421,27 @@ def create(groups: Sequence[RankGroup], *, timeout: timedelta | None = None) -> 
         GroupMembershipError: If there is no default process group.
     """
     world = _everyone("process_groups.create")
-    missing: set[_Key] = set()
+    missing: set[Key] = set()
     if world.size > 1:
-        requests = agreement.exchange(
-            "process groups", _request(groups), world.ranks, timeout=timeout
-        )
-        missing = _union([[_Asked(*one) for one in json.loads(r)] for r in requests])
+        missing = _agree(groups, world.ranks, timeout)
     made = _caches.setdefault(world.live, {})
-    live = {**made, _Key(world.ranks, for_reductions=False): world.live}
+    live = {**made, Key(world.ranks, for_reductions=False): world.live}
     for key in sorted(missing - live.keys()):
         live[key] = made[key] = dist.new_group(key.ranks, timeout=agreement.time_limit())
     for group in groups:
         if group.process_group is None:
-            group.process_group = live[_Key(group.ranks, for_reductions=False)]
-        group.reductions = live.get(_Key(group.ranks, for_reductions=True))
+            group.process_group = live[Key(group.ranks, for_reductions=False)]
+        group.reductions = live.get(Key(group.ranks, for_reductions=True))
 
 
-class _Asked(NamedTuple):
-    """What one rank says of one group."""
-
-    ranks: str  # spelt
-    name: str  # of a live group; two groups may have equal ranks
-    asked: str  # by whom and how, for messages
-    piece: str  # what all members hold, if that has to be the same
-    pairs_by_order: bool  # whether reductions need a group of their own
-
-    @property
-    def unit(self) -> str:
-        return self.asked.split(", process_group=")[0]
-
-
-def _request(groups: Sequence[RankGroup]) -> str:
-    """Describe this rank's groups."""
-    asked = [
-        _Asked(
-            spell_ranks(group.ranks),
-            "" if group.process_group in (None, dist.group.WORLD) else str(group.live.group_name),
-            group.asked,
-            group.piece,
-            group.pairs_by_order,
-        )
-        for group in groups
-    ]
-    return json.dumps(asked)
-
-
-def _union(requests: Sequence[Sequence[_Asked]]) -> set[_Key]:
-    """Return the groups to be live, having checked that the requests of all ranks fit together."""
-    if len({len(request) for request in requests}) > 1:
-        names = {
-            rank: "\n".join(one.unit for one in request) for rank, request in enumerate(requests)
-        }
-        raise RankDisagreementError.at(
-            "process groups",
-            expected="as many units on every rank",
-            found=agreement.describe_differences(names),
-            fix="Build and wrap the same model on every rank.",
-        )
-    union: set[_Key] = set()
-    for of_one_unit in zip(*requests, strict=True):
-        union |= _keys_of_one_unit(dict(enumerate(of_one_unit)))
-    return union
-
-
-def _keys_of_one_unit(asked: dict[int, _Asked]) -> set[_Key]:
-    """Check that all members of each set asked for just that set; return what is to be made."""
-    members: dict[tuple[str, str], list[int]] = {}
-    for rank, one in asked.items():
-        members.setdefault((one.ranks, one.name), []).append(rank)
-    keys = set()
-    for (spelling, name), owners in members.items():
-        ranks, where = read_ranks(spelling), f"process groups: {asked[owners[0]].unit}"
-        if others := sorted(set(ranks) - set(owners)):
-            found = [
-                f"rank {rank} asking for ranks {asked[rank].ranks} ({asked[rank].asked})"
-                for rank in (owners[0], others[0])
-            ]
-            raise RankDisagreementError.at(
-                where,
-                expected=f"all of ranks {spelling} to ask for this group",
-                found="; ".join(found),
-                fix="Give the same word on every rank, or lists that do not overlap.",
-            )
-        pieces = {rank: asked[rank].piece for rank in owners}
-        if len(set(pieces.values())) > 1:
-            raise RankDisagreementError.at(
-                where,
-                expected=f"ranks {spelling} to hold copies of one shard",
-                found=agreement.describe_differences(pieces),
-                fix="Give the ranks that share a copy in one order in every copy.",
-            )
-        if not name:
-            keys.add(_Key(ranks, for_reductions=False))
-        if len(ranks) > 1 and any(asked[rank].pairs_by_order for rank in owners):
-            keys.add(_Key(ranks, for_reductions=True))
-    return keys
+def _agree(
+    groups: Sequence[RankGroup], ranks: Sequence[int], timeout: timedelta | None
+) -> set[Key]:
+    """Tell all ranks what this one asks for; return what they ask for together."""
+    requests = agreement.exchange("process groups", request(groups), ranks, timeout=timeout)
+    try:
+        return union(requests)
+    except Misfit as misfit:
+        words = json.dumps([group.asked for group in groups])
+        heard = agreement.exchange("process groups/words", words, ranks, timeout=timeout)
+        raise misfit.explain([json.loads(one) for one in heard]) from None
