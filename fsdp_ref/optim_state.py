@@ -2,16 +2,40 @@
 
 An optimizer of a sharded model keeps the state of shards. Its own `state_dict()` says what this
 rank has, by number: it fits no other number of ranks and no plain model, and saved by one rank it
-is a fraction. `optim_state_dict` turns it into state of whole weights, by name.
-`optim_state_dict_to_load` cuts such a dict to what this rank's optimizer holds.
+is a fraction.
+[optim_state_dict][fsdp_ref.FullyShardedDataParallel.optim_state_dict] turns it into state of whole
+weights, by name.
+[optim_state_dict_to_load][fsdp_ref.FullyShardedDataParallel.optim_state_dict_to_load] cuts such a
+dict to what this rank's optimizer holds, at any number of ranks and for any wrapping.
 
-Which form is asked for with `state_dict_type`. *Full*: whole tensors, on all ranks or with
-`rank0_only` on the first, which load anywhere. *Sharded*: `DTensor`s that
-`torch.distributed.checkpoint` saves and loads at any number of ranks. Either is a copy: training
-on does not change it, and it can be loaded twice.
+| form, as `state_dict_type` says | values | for |
+| --- | --- | --- |
+| full, the default | whole tensors, on all ranks or with `rank0_only` on the first | one file |
+| sharded | this rank's rows, as `DTensor` | `torch.distributed.checkpoint` |
+| local | the optimizer's own dict, copied | the same ranks again |
 
-A flat parameter has one `step` and one set of hyperparameters for all weights in it, so what is
-saved says the same for each of them, and what is loaded has to.
+Every form is a copy: training on does not change it, and it can be loaded twice. Torch's shares
+memory with the optimizer, and one count of steps among the weights of a flat parameter.
+
+A flat parameter has one `step` and one set of hyperparameters for all weights in it. What is saved
+says the same for each of them, and what is loaded has to; with `use_orig_params=True` each weight
+has its own. A weight that never had a gradient has no state. Beside others in a flat parameter it
+has: zeros.
+
+Groups of hyperparameters list names, and names decide which of the optimizer's groups gets which.
+Torch pairs groups by position.
+
+# Other ways to the same
+
+Torch's older methods, such as
+[full_optim_state_dict][fsdp_ref.FullyShardedDataParallel.full_optim_state_dict] and
+[scatter_full_optim_state_dict][fsdp_ref.FullyShardedDataParallel.scatter_full_optim_state_dict],
+have the form in their name.
+[rekey_optim_state_dict][fsdp_ref.FullyShardedDataParallel.rekey_optim_state_dict] translates
+between names and the numbers of a plain optimizer. FairScale's
+[gather_full_optim_state_dict][fsdp_ref.FullyShardedDataParallel.gather_full_optim_state_dict] gives
+numbers at once. `fsdp_ref.checkpoint` has torch's functions for model and optimizer together, and
+[attach][fsdp_ref.optim_state.attach] lets torch's own see whole weights.
 """
 
 from __future__ import annotations
