@@ -132,8 +132,8 @@ Without the comparison they would wait for each other.
 
 - *A dense layer in a small group* drifts. A layer's group must contain all ranks that should agree
   on the layer. A group that merely contains this rank is enough to run, and not enough to be
-  right. Ask [check_replicas][fsdp_ref.replicas.check_replicas], as [this run][drift-of-a-dense-layer]
-  does.
+  right. Ask [check_replicas][fsdp_ref.replicas.check_replicas], as
+  [this run][drift-of-a-dense-layer] does.
 - *The divisor.* A group gives its members equal weight and divides by their number. For experts
   that see tokens of all ranks, that is wrong: see [both numbers][mixture-of-experts].
 - *K means two things.* `'set2'` makes groups of two ranks, `'mod2'` makes two groups. On four

@@ -45,6 +45,7 @@ ORDER = (
     "marks",
     "strategies",
     "process_groups",
+    "group_requests",
     "rank_words",
     "initialize",
     "deferred",
