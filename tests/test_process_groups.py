@@ -13,12 +13,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import collectives, errors, process_groups, rank_words
+from fsdp_ref import collectives, errors, group_requests, process_groups, rank_words
 from fsdp_ref.rank_group import RankGroup
 from tests.provoked import provokes
 from tests.ranks import run_ranks
@@ -55,9 +55,9 @@ def test_words_on_four_ranks_of_two_hosts(word, expected):
 
 
 @st.composite
-def worlds_with_a_divisor(draw: st.DrawFn) -> tuple[int, int]:
-    number = draw(st.integers(1, 4096))
-    return number * draw(st.integers(1, 4096 // number)), number
+def worlds_with_a_divisor(draw: st.DrawFn, largest: int = 4096) -> tuple[int, int]:
+    number = draw(st.integers(1, largest))
+    return number * draw(st.integers(1, largest // number)), number
 
 
 @given(worlds_with_a_divisor(), st.sampled_from(["set", "mod"]))
@@ -337,6 +337,36 @@ def test_a_live_group_is_used_as_it_is_unless_this_rank_is_outside():
     run_ranks(3, live_groups)
 
 
+# Requests of all ranks, by arithmetic
+
+
+def requests_of(lists_per_unit: list[list[list[int]]]) -> list[str]:
+    """Return what each rank of a world asks for, with one partition of it for each unit."""
+    owners = [{rank: tuple(ranks) for ranks in lists for rank in ranks} for lists in lists_per_unit]
+    groups = [[RankGroup(of[rank], of[rank].index(rank)) for of in owners] for rank in owners[0]]
+    return [group_requests.request(own) for own in groups]
+
+
+@given(worlds_with_a_divisor(128), st.booleans())
+@example((4096, 64), False)
+@settings(deadline=None)
+def test_requests_of_any_world_are_united_and_one_rank_that_differs_is_found(world, many):
+    world_size, number = world
+    units = [process_groups.rank_lists(f"{kind}{number}", world_size) for kind in ("set", "mod")]
+    units *= 5 if many else 1
+
+    requests = requests_of(units)
+
+    expected = {tuple(ranks) for lists in units for ranks in lists}
+    assert {key.ranks for key in group_requests.union(requests)} == expected
+    lengths = {len(request) for request in requests_of(units[:2])}
+    assert max(map(len, requests)) <= max(lengths) + 4 * len(units)  # each group is spelt once
+    if number not in (1, world_size):  # or everybody, or nobody, has to do with the last rank
+        other = requests_of([process_groups.rank_lists("self", world_size)] * len(units))
+        with provokes(group_requests.union, group_requests.Misfit):
+            group_requests.union([*requests[:-1], other[-1]])
+
+
 # Ranks become live groups
 
 
@@ -579,6 +609,7 @@ def test_a_unit_that_had_its_group_before_keeps_it_in_a_larger_model():
 def units_made_before_the_process_group(folder: str) -> list[int]:
     """Words need no process group, only the sizes that a launcher tells."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
     model = seeded()
     for index, word in enumerate(("self", "set2", "node")):
