@@ -133,7 +133,11 @@ def get_optimizer_state_dict(
 
 
 def get_state_dict(
-    model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    options: StateDictOptions | None = None,
+    replicas: str = "refuse",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a model, and that of its optimizers. Collective.
 
@@ -141,6 +145,7 @@ def get_state_dict(
         model: The model.
         optimizers: One optimizer or several.
         options: Torch's options.
+        replicas: As for `get_model_state_dict`.
 
     Returns:
         What `get_model_state_dict` and `get_optimizer_state_dict` return.
@@ -152,7 +157,7 @@ def get_state_dict(
     """
     optimizers = _listed(optimizers)
     return (
-        get_model_state_dict(model, options=options),
+        get_model_state_dict(model, options=options, replicas=replicas),
         get_optimizer_state_dict(model, optimizers, options=options),
     )
 

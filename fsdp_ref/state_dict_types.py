@@ -25,7 +25,8 @@ says what to do instead: `"all"` returns every version, under the name and the f
 it, such as `"expert.weight@rank2"`; `"mine"` returns this rank's. `state_dict` of the unit itself
 also returns this rank's, as it is the only one in its group. Keep such a dict out of
 `torch.distributed.checkpoint`, which takes values under one name to be equal on all ranks. The
-sharded form is safe there: it always says the rank in the name.
+sharded form is safe there: it always says the rank in the name. A checkpoint with such names loads
+where groups begin with the same ranks; elsewhere torch names a weight that it does not find.
 """
 
 from __future__ import annotations

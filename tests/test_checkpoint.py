@@ -232,8 +232,7 @@ def whole_tensors(mode: str) -> None:
     )
     assert all(type(value) is Tensor for value in everywhere.values())
     on_first = Options(full_state_dict=True, cpu_offload=True)
-    mine = checkpoint.get_model_state_dict(model, options=on_first, replicas=replicas)
-    moments = checkpoint.get_optimizer_state_dict(model, optimizer, options=on_first)
+    mine, moments = checkpoint.get_state_dict(model, optimizer, options=on_first, replicas=replicas)
     if dist.get_rank() > 0:
         assert mine == moments == {}
     else:

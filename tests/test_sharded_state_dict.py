@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -367,6 +368,9 @@ def experts(path: str, group: str) -> None:
     for name, value in before.items():
         mine, theirs = (v.to_local() if isinstance(v, DTensor) else v for v in (value, after[name]))
         assert torch.equal(mine, theirs), name
+    alone = one_unit(seeded(Experts))  # all ranks share the expert: no version is theirs
+    with pytest.raises(CheckpointException, match=r"Missing key.*layers\.1\."):
+        dcp.load(sharded(alone), checkpoint_id=path)
     # The versions really differ, so a file with one of them would have been noticed.
     scales: list[Any] = [None] * dist.get_world_size()
     scale = whole(before[f"layers.1.scale@rank{first}"])
