@@ -14,8 +14,9 @@ dict to what this rank's optimizer holds, at any number of ranks and for any wra
 | sharded | this rank's rows, as `DTensor` | `torch.distributed.checkpoint` |
 | local | the optimizer's own dict, copied | the same ranks again |
 
-Every form is a copy: training on does not change it, and it can be loaded twice. Torch's shares
-memory with the optimizer, and one count of steps among the weights of a flat parameter.
+Every form is a copy: training on does not change it, and it can be loaded twice. In torch's FSDP1
+the weights of a flat parameter share one count of steps, and an optimizer that takes it over counts
+for each of them; in its FSDP2 the dict goes on counting with the optimizer.
 
 A flat parameter has one `step` and one set of hyperparameters for all weights in it. What is saved
 says the same for each of them, and what is loaded has to; with `use_orig_params=True` each weight

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     OptimStateKeyType,
     StateDictType,
+    fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.tensor import DTensor
@@ -223,6 +225,44 @@ def _kind(value: Any) -> Any:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_torchs_fsdp1_has_the_same_dict_and_each_loads_the_others(use_orig_params):
     run_ranks(2, beside_torchs_fsdp1, use_orig_params, timeout=100)
+
+
+def what_torch_does_otherwise() -> None:
+    """Weights of a unit share a step, FSDP2's dict is no copy, groups are paired by position."""
+    theirs = as_torchs(seeded())
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.1)
+    step(theirs, optimizer)
+    exported = TorchFSDP1.optim_state_dict(theirs, optimizer)["state"]
+    assert exported["layers.0.scale"]["step"] is exported["layers.0.linear.bias"]["step"]
+    cut = seeded()
+    fully_shard(cut)
+    optimizer = torch.optim.Adam(cut.parameters(), lr=0.1)
+    mean_square(cut(whole_batch())).backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    moments = get_optimizer_state_dict(cut, optimizer, options=options)["state"]
+    mean_square(cut(whole_batch())).backward()
+    optimizer.step()
+    assert moments["layers.0.scale"]["step"] == 2  # it was 1 when it was exported
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        inside = [p for name, p in model.named_parameters() if "linear" in name]
+        others = [p for name, p in model.named_parameters() if "linear" not in name]
+        assert len(inside) == len(others)
+        return [{"params": inside, "lr": 0.1}, {"params": others, "lr": 0.2}]
+
+    for wrap, kind, found in ((as_torchs, TorchFSDP1, [0.1, 0.2]), (nested, FSDP, [0.2, 0.1])):
+        model = wrap(seeded(lambda: Stack(2)), use_orig_params=True)
+        optimizer = torch.optim.SGD(groups(model), momentum=0.9)
+        step(model, optimizer)
+        exported = kind.optim_state_dict(model, optimizer)
+        swapped = torch.optim.SGD(groups(model)[::-1], momentum=0.9)
+        swapped.load_state_dict(kind.optim_state_dict_to_load(model, swapped, exported))
+        assert [group["lr"] for group in swapped.param_groups] == found
+
+
+def test_what_torchs_class_does_otherwise_is_still_so():
+    run_ranks(2, what_torch_does_otherwise)
 
 
 # ---------------------------------------------------------------- another number of ranks

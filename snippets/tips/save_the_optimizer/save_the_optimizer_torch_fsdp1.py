@@ -17,7 +17,6 @@ Expected output:
 """
 
 # --8<-- [start:body]
-import copy
 import os
 import warnings
 
@@ -62,7 +61,6 @@ step(model, optimizer)
 own = optimizer.state_dict()
 whole = FullyShardedDataParallel.optim_state_dict(model, optimizer)  # collective
 weights = model.state_dict()
-whole = copy.deepcopy(whole)  # or it counts further steps, too
 step(model, optimizer)
 trained = model.state_dict()
 
