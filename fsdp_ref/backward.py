@@ -193,7 +193,7 @@ class Backward:
         self.reductions += self._in_flight
 
     def _send_the_rest(self) -> None:
-        """Issue what waits for companions that no rank has a gradient for."""
+        """Issue what waits in vain, because a unit was reduced again without its companions."""
         while self._waiting:
             unit = next(iter(self._waiting))
             self._send([one for one in self._companions(unit) if one in self._waiting])

@@ -120,15 +120,11 @@ class UnitState:
 
     def unshard(self, bucket: Bucket = ()) -> None:
         """Make the full parameters available. Collective, unless they are there already."""
-        self.drop_stale()
+        if self.state is not ShardState.SHARDED and self._gathered != self.generations():
+            self.reshard()  # the shards changed since: never use stale weights
         self.start_unshard_ahead(bucket)
         if self.state is ShardState.UNSHARDING:
             self.finish_unshard()
-
-    def drop_stale(self) -> None:
-        """Drop full parameters if the shards changed since they were gathered."""
-        if self.state is not ShardState.SHARDED and self._gathered != self.generations():
-            self.reshard()
 
     def start_unshard_ahead(self, bucket: Bucket = ()) -> None:
         """Issue the all-gathers before they are needed, if the unit is at rest. Collective.
@@ -141,8 +137,6 @@ class UnitState:
             return
         at_rest: list[UnitState] = [self]
         if self in (*bucket[:1], *bucket[-1:]):
-            for unit in bucket:
-                unit.drop_stale()
             at_rest = [u for u in bucket if u.state is ShardState.SHARDED and not u.summoned]
         self._start_unshard(at_rest)
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_ref import FullyShardedDataParallel as FSDP
 from fsdp_ref import ModuleWrapPolicy, Timeline, errors, timeline
 from fsdp_ref.options import as_bucket_cap, as_options
+from fsdp_ref.recording import live_unsharded_bytes
 from tests.provoked import provokes
 from tests.ranks import run_ranks
 from tests.toy import (
@@ -204,8 +205,23 @@ def wayward() -> None:
             model.module.way = plain.way = way
             backward(model)
             mean_square(plain(whole_batch())).backward()
+            assert live_unsharded_bytes() == 0  # also of those that came along and were not needed
             assert_equal_gradients(model, plain)
             assert_sharded(model)
+
+
+def reduced_at_once() -> None:
+    model = sharded(seeded(Wayward), bucket_cap_mb=UNIT_BYTES * 7 / 1e6)  # six share a message
+    backward(model)
+    model.module.way = "some"  # two of six
+    lines = backward(model).lines("reduce-scatter", "reshard")
+    assert lines.index("reduce-scatter layers.18") < lines.index(
+        "reshard layers.12", len(lines) // 2
+    )
+
+
+def test_units_do_not_wait_for_neighbours_that_did_not_run():
+    run_ranks(2, reduced_at_once)
 
 
 def test_orders_that_buckets_do_not_know():
