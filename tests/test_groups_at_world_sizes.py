@@ -159,14 +159,14 @@ class Simulation:
 # ---------------------------------------------------------------- a rank
 
 
-def sharded_model(layers: list[Place], per_host: int) -> FSDP:
+def sharded_model(layers: list[Place], per_host: int, options: dict[str, Any]) -> FSDP:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = plain_model([place.families(size, per_host) for place in layers], rank)
     for index, place in enumerate(layers):
         model.layers[index] = FSDP(
-            model.layers[index], place.process_group, place.sharding_strategy
+            model.layers[index], place.process_group, place.sharding_strategy, **options
         )
-    return FSDP(model)
+    return FSDP(model, **options)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
@@ -181,10 +181,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str
         )
 
 
-def train(world_size: int, max_norm: float) -> list[list[float]]:
+def train(world_size: int, max_norm: float, options: dict[str, Any]) -> list[list[float]]:
     """Train beside the simulation; compare everything that this rank can see."""
     layers, per_host, rank = places(world_size), ranks_per_host(world_size), dist.get_rank()
-    simulation, model = Simulation(layers, world_size, per_host), sharded_model(layers, per_host)
+    simulation = Simulation(layers, world_size, per_host)
+    model = sharded_model(layers, per_host, options)
     optimizer, norms = adamw(model.parameters()), []
     mine = simulation.models[rank]
     for _ in range(STEPS):
@@ -228,17 +229,24 @@ def edit_and_load(model: FSDP, mine: Stack, families: list[list[list[int]]]) -> 
         assert_same(model.state_dict(), mine.state_dict(), "loaded")
 
 
-def check_world(world_size: int) -> None:
+def check_world(world_size: int, **options: Any) -> None:
     host = {"LOCAL_WORLD_SIZE": str(ranks_per_host(world_size))}
     # Many processes on a few cores: what a machine needs for one step, it needs for each rank.
     limits = {"timeout": 60 + 15.0 * world_size, "dist_timeout": 20 + 5.0 * world_size}
-    norms = run_ranks(world_size, train, world_size, 0.05, env=host, **limits)
+    norms = run_ranks(world_size, train, world_size, 0.05, options, env=host, **limits)
     assert all(of_rank == norms[0] for of_rank in norms), "ranks got different norms"
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_every_group_of_a_world_trains_like_its_simulation_in_one_process(world_size):
     check_world(world_size)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_orig_params": True}, {"cpu_offload": True, "backward_prefetch": None}]
+)
+def test_so_it_does_with_other_options(options):
+    check_world(4, **options)
 
 
 @pytest.mark.full
