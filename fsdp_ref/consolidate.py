@@ -27,6 +27,7 @@ from fsdp_ref.checkpoint_files import StoredCheckpoint, StoredTensor, open_check
 from fsdp_ref.errors import ConsolidationError
 from fsdp_ref.safetensors_file import (
     SafetensorsFile,
+    index_of,
     names_of_parts,
     refuse_dtype,
     split,
@@ -115,8 +116,9 @@ def consolidate_checkpoint(
         The files, the index last if there is one.
 
     Raises:
-        ConsolidationError: If the checkpoint is incomplete, damaged or not understood. Files that
-            were complete before that keep their names.
+        ConsolidationError: If the checkpoint is incomplete, damaged or not understood, or if one
+            file would come beside several from before, or several beside one. Files that were
+            complete before that keep their names.
     """
     limit = parse_size(max_shard_size)
     tensors = chosen_tensors(open_checkpoint(Path(checkpoint)), key)
@@ -126,6 +128,7 @@ def consolidate_checkpoint(
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = split({name: tensor.kind for name, tensor in tensors.items()}, limit)
     paths = names_of_parts(target, len(parts))
+    _refuse_other_form(target, len(parts))
     for path, kinds in zip(paths, parts, strict=True):
         with SafetensorsFile(path, kinds) as file:
             for name, kind in kinds.items():
@@ -135,6 +138,18 @@ def consolidate_checkpoint(
     if len(parts) > 1:
         paths = [*paths, write_index(target, zip(paths, parts, strict=True))]
     return paths
+
+
+def _refuse_other_form(target: Path, count: int) -> None:
+    """Raise if libraries that read what is written would find something older instead."""
+    older = target if count > 1 else index_of(target)
+    if older.exists():
+        raise ConsolidationError.at(
+            str(target),
+            expected="a place without weights from before",
+            found=f"{older.name}, which other libraries might read instead",
+            fix="Remove the older files, or write to another folder.",
+        )
 
 
 def parse_size(size: str | int) -> int:

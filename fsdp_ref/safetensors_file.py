@@ -189,6 +189,16 @@ def names_of_parts(path: Path, count: int) -> list[Path]:
     ]
 
 
+def index_of(path: Path) -> Path:
+    """Return where the index of several files is.
+
+    Examples:
+        >>> index_of(Path("model.safetensors")).name
+        'model.safetensors.index.json'
+    """
+    return path.with_name(f"{path.name}.index.json")
+
+
 def write_index(path: Path, parts: Iterable[tuple[Path, Mapping[str, Kind]]]) -> Path:
     """Write which file has which tensor, beside the files.
 
@@ -202,7 +212,7 @@ def write_index(path: Path, parts: Iterable[tuple[Path, Mapping[str, Kind]]]) ->
     listed = list(parts)
     total = sum(kind.nbytes for _, kinds in listed for kind in kinds.values())
     where = {name: part.name for part, kinds in listed for name in kinds}
-    index = path.with_name(f"{path.name}.index.json")
+    index = index_of(path)
     beside = index.with_name(f".{index.name}.writing")
     text = {"metadata": {"total_size": total}, "weight_map": where}
     beside.write_text(json.dumps(text, indent=2) + "\n")

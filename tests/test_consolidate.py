@@ -124,6 +124,19 @@ def test_above_a_size_it_becomes_several_files_with_an_index(saved, tmp_path):
     assert index.name == "model.safetensors.index.json"
 
 
+def test_one_file_and_several_are_never_written_beside_each_other(saved, tmp_path):
+    one, many = tmp_path / "one" / "model.safetensors", tmp_path / "many" / "model.safetensors"
+    consolidate_checkpoint(saved, one)
+    consolidate_checkpoint(saved, many, max_shard_size=300)
+    with provokes(consolidate_checkpoint, ConsolidationError, match="model.safetensors, which"):
+        consolidate_checkpoint(saved, one, max_shard_size=300)
+    with provokes(consolidate_checkpoint, ConsolidationError, match="index.json, which"):
+        consolidate_checkpoint(saved, many)
+    consolidate_checkpoint(saved, one)  # the same again is fine
+    assert len(list(one.parent.iterdir())) == 1
+    assert len(list(many.parent.iterdir())) == 5
+
+
 def save_versions(folder: str) -> None:
     model = seeded(Grouped)
     with torch.no_grad():
