@@ -83,7 +83,9 @@ def ranks_figure() -> str:
                     text(across[rank] + size / 2, y + size / 2 + 5, "ABCDEFGH"[number], "middle"),
                 ]
     title = f"The groups that each word makes of {world} ranks on {HOSTS} hosts"
-    return figure("groups-of-words", title, across[-1] + size + 12, bottom, parts)
+    return figure(
+        "groups-of-words", title, across[-1] + size + 12, bottom, parts, "min-width: 30rem"
+    )
 
 
 def text(
@@ -97,7 +99,9 @@ def text(
     )
 
 
-def figure(name: str, title: str, width: float, height: float, parts: list[str]) -> str:
+def figure(
+    name: str, title: str, width: float, height: float, parts: list[str], limits: str
+) -> str:
     """Put elements into an image with a name for those who cannot see it.
 
     Args:
@@ -106,6 +110,7 @@ def figure(name: str, title: str, width: float, height: float, parts: list[str])
         width: Of its own coordinates.
         height: Of its own coordinates.
         parts: The elements.
+        limits: The least or the greatest width on a page, as a style.
 
     Returns:
         SVG to stand inside a page: without blank lines, in the colours of the page.
@@ -113,7 +118,7 @@ def figure(name: str, title: str, width: float, height: float, parts: list[str])
     head = (
         f'<div class="group-figure" tabindex="0" style="overflow-x: auto">'  # narrow: it scrolls
         f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{name}" '
-        f'fill="currentColor" style="width: 100%; min-width: 30rem; display: block; '
+        f'fill="currentColor" style="width: 100%; {limits}; display: block; '
         f'font-family: var(--md-text-font-family)">'
     )
     title = f'<title id="{name}">{escape(title)}</title>'
@@ -155,7 +160,7 @@ def curves_figure(names: list[str], rows: list[list[float]]) -> str:
     """
     rows = rows[1:]  # the first loss is that of the initial weights: the same, and far above
     lowest, highest = min(map(min, rows)), max(map(max, rows))
-    left, right, top, bottom = 60, 700, 16, 300
+    left, right, top, bottom = 52, 500, 16, 300
     xs = [left + (right - left) * at / (len(rows) - 1) for at in range(len(rows))]
 
     def height(loss: float) -> float:
@@ -174,7 +179,7 @@ def curves_figure(names: list[str], rows: list[list[float]]) -> str:
         points = [(x, height(row[number])) for x, row in zip(xs, rows, strict=True)]
         lines = "".join(f"L{x:.1f} {y:.1f}" for _, (x, y) in pairwise(points))
         start = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-        x, y = 360, 40 + 24 * number
+        x, y = 250, 40 + 24 * number
         parts += [
             f'<path d="{start}{lines}" {pen(number)}/>',
             f'<path d="M{x} {y}h44" {pen(number)}/>',
@@ -182,7 +187,7 @@ def curves_figure(names: list[str], rows: list[list[float]]) -> str:
         ]
     last = ", ".join(f"{name} {loss:.4f}" for name, loss in zip(names, rows[-1], strict=True))
     title = f"Loss curves; in the last step: {last}"
-    return figure("loss-curves-figure", title, right + 12, bottom + 30, parts)
+    return figure("loss-curves-figure", title, right + 12, bottom + 30, parts, "max-width: 36rem")
 
 
 def pen(number: int) -> str:
