@@ -6,7 +6,8 @@
 
 `check` works on a temporary clone of this checkout, with uncommitted changes laid over it: there it
 deploys `dev` and the changelog's newest release, one page of which differs, and looks at the
-result. `tree` keeps these two versions in a folder, for a browser. `deploy` writes to the local branch gh-pages. Nothing here pushes.
+result. `tree` keeps these two versions in a folder, for a browser. `deploy` writes to the local
+branch gh-pages. Nothing here pushes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tools.site_tree import pages
 
 FIRST_LOAD = 400_000
 FIRST_LOAD_OF_THE_PLAYER = 600_000
-PLAYER = "how-it-works/life-of-a-step/"
+PLAYER = "guides/life-of-a-step/"
 
 
 def addresses() -> list[str]:
@@ -69,7 +69,7 @@ def test_the_page_fits_a_narrow_phone(open_page: Any, path: str):
 def test_the_first_load_is_small(open_page: Any, path: str):
     page = open_page(f"latest/{path}")
     loaded = page.evaluate(
-        """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+        """['navigation', 'resource'].flatMap(kind => performance.getEntriesByType(kind))
            .map(entry => [entry.name, entry.decodedBodySize])"""
     )
     limit = FIRST_LOAD_OF_THE_PLAYER if path == PLAYER else FIRST_LOAD

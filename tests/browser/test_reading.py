@@ -146,7 +146,8 @@ def test_no_copy_button_covers_text_on_a_phone(open_page: Any):
     page = open_page(SHOWN_ON, width=360)
     covered = page.evaluate(
         """() => [...document.querySelectorAll('.highlight')].filter(block => {
-            const button = block.querySelector('.md-code__button'), code = block.querySelector('code');
+            const button = block.querySelector('.md-code__button');
+            const code = block.querySelector('code');
             if (!button || !code || !button.offsetParent) return false;
             code.scrollLeft = code.scrollWidth;
             const line = document.createRange();

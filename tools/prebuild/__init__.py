@@ -13,6 +13,7 @@ from tools import docstrings, wheel
 from tools.prebuild import attributes, fragments, group_figures, tables, tips
 from tools.prebuild.writer import Generated
 from tools.snippet_files import read_all
+from tools.steps import figure
 
 
 def prebuild(root: Path, *, fresh: bool = False) -> list[str]:
@@ -37,6 +38,7 @@ def prebuild(root: Path, *, fresh: bool = False) -> list[str]:
     tables.generate(package, root, output)
     attributes.generate(snippets, root, output, fresh=fresh)
     group_figures.generate(snippets, root, output, fresh=fresh)
+    figure.generate(root, output, fresh=fresh)
     for path, content in wheel.offer(root).items():
         output.add(path, content)
     return output.write(root / "site" / "generated")
