@@ -9,13 +9,9 @@ for those that no unit holds, which every rank trains alone.
 
 [check_replicas][fsdp_ref.replicas.check_replicas] finds them. It is there as
 `fsdp_ref.agreement.check_replicas` too. Call it after a few steps of a new configuration, or
-before a checkpoint is written:
-
-```python
-report = fsdp_ref.agreement.check_replicas(model, expected=["experts"])
-if not report.ok:
-    raise RuntimeError(str(report))
-```
+before a checkpoint is written: the report's `ok` says whether something drifted, and printed it is
+a table, as in [a run][drift-of-a-dense-layer]. What is meant to differ is named, such as
+`expected=["experts"]`, as in [another][mixture-of-experts].
 
 Weights that are equal at the start and get equal gradients stay equal bit by bit, so bits are
 compared. No weight is sent. Each rank computes one number from its shard of each weight, in which
