@@ -215,6 +215,7 @@
     function choose(key) {
       pause();
       name = key;
+      names.forEach(function (other) { detailsOf(other).hidden = other !== key; });
       way = data[name];
       moments = follow(way);
       table = detailsOf(name).querySelector("table");
