@@ -24,6 +24,7 @@ _ONE_OF_TWO = {"process_group": "device_mesh", "device_mesh": "process_group"}
 _OF_ALL_UNITS = {
     "module": "It is the module that the unit wraps.",
     "auto_wrap_policy": "The policy that is being applied looks inside all modules.",
+    "bucket_cap_mb": "Only the outermost unit's counts.",
 }
 """Arguments that nobody can say for a single unit under a policy, and why."""
 

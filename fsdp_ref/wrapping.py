@@ -73,7 +73,8 @@ A policy says which modules become units. It is handed to `auto_wrap`, or to the
 - By size: [size_based_auto_wrap_policy][fsdp_ref.size_based_auto_wrap_policy], with
   `functools.partial` around it to set the threshold.
 - By what the modules say themselves:
-  [config_auto_wrap_policy][fsdp_ref.config_auto_wrap_policy].
+  [config_auto_wrap_policy][fsdp_ref.config_auto_wrap_policy] and
+  [composer_auto_wrap_policy][fsdp_ref.composer_auto_wrap_policy].
 - Everything: [always_wrap_policy][fsdp_ref.always_wrap_policy].
 - Several of these: [or_policy][fsdp_ref.or_policy] selects what one of them selects.
 
@@ -90,6 +91,7 @@ Each of these works here as it is. The names are those of this package, too.
 | FairScale | `default_auto_wrap_policy`, or `auto_wrap(model, min_num_params=...)` |
 | FairScale | `module.wrapper_config` with `config_auto_wrap_policy` |
 | Composer | a function of a module that returns `True`, `False` or a dict |
+| Composer | `module._fsdp_wrap` and `fsdp_wrap_fn`, with `composer_auto_wrap_policy` |
 
 For torch's `fully_shard` you write a loop over modules. `ModuleWrapPolicy` is that loop.
 
@@ -113,15 +115,74 @@ Tip: Look at the units before you train
 
 # Arguments for one unit
 
-A policy may return a dict in place of `True`. It holds constructor arguments for that unit
-alone. All others keep the arguments of the outermost constructor or of the context. An empty
-dict means the same as `True`. A key that the constructor does not know is refused, and the
-nearest right one is named.
+Any unit may have arguments of its own: another process group, strategy, precision, offload,
+prefetch or divisor. A policy returns them as a dict in place of `True`, or the modules say them.
+All arguments that nobody says for the unit are those of the outermost constructor, or of the
+context. An empty dict means the same as `True`.
 
-A module may carry such a dict itself, as `module.wrapper_config`. Under a policy it wins over
-what the policy and the constructor say; the arguments of `wrap` win over it. With the key
-`wrapper_cls` it names another class to wrap with. `wrap` and `auto_wrap` take `wrapper_cls` too,
-for one call, and then also wrap without a context.
+```python
+policy = or_policy(
+    lambda module: isinstance(module, Expert)
+    and {"process_group": "self", "gradient_divisor": dist.get_world_size()},
+    ModuleWrapPolicy({Block}),
+)
+```
+
+Where several speak, the nearest to the module wins, argument by argument:
+
+| rank | who says it | with what |
+| --- | --- | --- |
+| 1 | a call for this module | `wrap(module, ...)` |
+| 2 | the module, in FairScale's way | `module.wrapper_config`, a dict |
+| 3 | the module, in Composer's way | `module._fsdp_wrap`, a bool or a dict |
+| 4 | the root, in Composer's way | its `fsdp_wrap_fn(module)`, which returns a bool or a dict |
+| 5 | the policy | the dict that it returns |
+| 6 | the call or context for all | the constructor, `auto_wrap(...)`, then `enable_wrap(...)` |
+| 7 | nobody | the defaults of the constructor |
+
+*Whether* a module becomes a unit is for the policy alone. There are two exceptions. The mark
+`module._fsdp_wrap = False` keeps a module from becoming a unit under any policy, and from `wrap`.
+And with [composer_auto_wrap_policy][fsdp_ref.composer_auto_wrap_policy] the marks are the policy:
+first that of the module, then the answer of the root. Under another policy `False` from the root's
+function is no veto, because such a function says `False` about most modules. Without a policy
+nobody looks inside, and marks have no effect: a model that carries them can be wrapped by hand.
+
+A process group for one unit takes the place of a device mesh for all, and the other way around. A
+word for the precision, such as `"mixed_precision": "FULL"`, also lets the unit cast its inputs, and
+its outputs back, so that it works among units of other dtypes; an object or a dict says that
+itself. `use_orig_params` may differ from unit to unit, which torch refuses.
+
+What cannot differ is refused by name: `auto_wrap_policy`, and `bucket_cap_mb`, of which the root's
+counts. An argument that the constructor does not know is refused too; the message names the module,
+who said it, and the nearest right name. With the key `wrapper_cls` a dict names another class to
+wrap with. `wrap` and `auto_wrap` take `wrapper_cls` too, for one call, and then also wrap without a
+context.
+
+Examples:
+    The module overrules the root, and the root the constructor.
+
+    >>> import torch.distributed as dist
+    >>> from fsdp_ref import FullyShardedDataParallel, unit_tree
+    >>> dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
+    >>> class Model(nn.Sequential):
+    ...     def fsdp_wrap_fn(self, module):
+    ...         is_layer = isinstance(module, nn.Linear)
+    ...         return {"sharding_strategy": "SHARD_GRAD_OP"} if is_layer else False
+    >>> model = Model(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> model[2]._fsdp_wrap = {"sharding_strategy": "NO_SHARD", "mixed_precision": "FULL"}
+    >>> model[3]._fsdp_wrap = False
+    >>> model = FullyShardedDataParallel(model, auto_wrap_policy=composer_auto_wrap_policy)
+    >>> [(unit.name, unit.strategy) for unit in unit_tree(model)]
+    [('root', 'FULL_SHARD'), ('0', 'SHARD_GRAD_OP'), ('2', 'NO_SHARD')]
+    >>> dist.destroy_process_group()
+
+# Recompute activations by mark
+
+`module._activation_checkpointing = True`, or `True` from the root's
+`activation_checkpointing_fn(module)`, lets a module's forward run again in the backward, in place
+of keeping what it computed. The module's own mark wins, also with `False`. Marks for this are read
+where those for units are: under a policy, and by `wrap`. It costs no further gather and changes no
+name; [fsdp_ref.recomputing][] says why, and which modules to mark.
 
 # Excluded is not unsharded
 
@@ -300,7 +361,8 @@ def wrap(module: nn.Module, *, wrapper_cls: Wrapper | None = None, **overrides: 
 
     Args:
         module: The module, changed in place by the wrapper. Arguments that it carries itself,
-            in a dict `module.wrapper_config`, win over those of the context.
+            in `module.wrapper_config` or `module._fsdp_wrap`, win over those of the context.
+            Marked with `_fsdp_wrap = False`, it is returned as it is.
         wrapper_cls: Wrap with this, in place of the context's, and also without a context.
         **overrides: Arguments for this wrapper, which win over all others.
 
@@ -309,7 +371,7 @@ def wrap(module: nn.Module, *, wrapper_cls: Wrapper | None = None, **overrides: 
 
     Raises:
         WrapContextError: If the wrapper does not take one of the arguments.
-        PolicyError: If `module.wrapper_config` is no dict.
+        PolicyError: If a mark of the module is not what such a mark can be.
 
     Examples:
         >>> layer = nn.Linear(2, 2)
@@ -363,7 +425,7 @@ def auto_wrap(
             took as units of their own, to become a unit.
         wrapper_cls: Wrap with this, in place of the context's, and also without a context.
         **overrides: Arguments for these wrappers, which win over those of the context. Those
-            that a module carries itself, in a dict `wrapper_config`, win over them.
+            that a module or the root says for one unit win over them.
 
     Returns:
         The wrapper around `module`, or `module` itself: outside the context, and if the policy
