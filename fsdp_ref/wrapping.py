@@ -120,13 +120,8 @@ prefetch or divisor. A policy returns them as a dict in place of `True`, or the 
 All arguments that nobody says for the unit are those of the outermost constructor, or of the
 context. An empty dict means the same as `True`.
 
-```python
-policy = or_policy(
-    lambda module: isinstance(module, Expert)
-    and {"process_group": "self", "gradient_divisor": dist.get_world_size()},
-    ModuleWrapPolicy({Block}),
-)
-```
+A rule that returns `{"process_group": "self", "gradient_divisor": 8}` for experts, and `True` for
+blocks, is such a policy; [or_policy][fsdp_ref.or_policy] joins it with others.
 
 Where several speak, the nearest to the module wins, argument by argument:
 
