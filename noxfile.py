@@ -167,11 +167,11 @@ def forget_moved_environment() -> None:
 forget_moved_environment()
 
 
-def run(session: nox.Session, *arguments: str, to_fix: str) -> None:
+def run(session: nox.Session, *arguments: str, to_fix: str, **variables: str) -> None:
     """Run the shared environment's Python; when it fails, end with the line that helps."""
     command = [str(ENV / "bin" / "python"), *arguments]
     try:
-        session.run(*command, external=True, env=run_environment())
+        session.run(*command, external=True, env={**run_environment(), **variables})
     except nox.command.CommandFailed:
         session.error(to_fix.rstrip("."))  # nox ends the sentence
 
@@ -340,11 +340,11 @@ def docs_browser(session: nox.Session) -> None:
     tree = ROOT / "build" / "versions"
     to_fix = "the site could not be built; the line above says why."
     run(session, "-m", "tools.versions", "tree", str(tree), to_fix=to_fix)
-    os.environ["FSDP_REF_BROWSER_SITE"] = str(tree)
     run(
         session,
         *("-m", "pytest", "tests/browser", *session.posargs),
         to_fix="a reader would see the faults above. `nox -s docs-browser -- --lf` repeats them.",
+        FSDP_REF_BROWSER_SITE=str(tree),
     )
 
 
