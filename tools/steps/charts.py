@@ -56,7 +56,7 @@ def chart(key: str, title: str, bars: Sequence[Bar], legend: Sequence[str]) -> s
         f'<title id="{key}-title">{html.escape(title)}. {html.escape(told)}</title>',
     ]
     for number, name in enumerate(legend):
-        x = number * 140
+        x = number * (WIDTH // len(legend))
         lines.append(f'<rect x="{x}" y="4" width="11" height="11" fill="var(--rank-{number})"/>')
         lines.append(text(x + 16, 14, name))
     for row, bar in enumerate(bars):
