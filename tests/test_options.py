@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
 from fsdp_ref import FullyShardedDataParallel as FSDP
-from fsdp_ref import errors, options, timeline
+from fsdp_ref import errors, options, register_fsdp_forward_method, timeline
 from fsdp_ref.options import Offload, Prefetch
 from tests.parity.training import full_weights
 from tests.provoked import provokes
@@ -327,3 +327,66 @@ def full_precision_in_eval(more: dict[str, Any]) -> None:
 )
 def test_full_precision_in_eval_equals_the_plain_model_and_leaves_no_trace(more):
     run_ranks(2, full_precision_in_eval, more)
+
+
+# ---------------------------------------------------------------- all arguments together
+
+WHERE = "unit 'layer'"
+
+
+def test_what_is_no_option_is_refused_by_name():
+    with provokes(options.as_offload, errors.OptionError, match=r"cpu_offload.*offload_params"):
+        options.as_offload({"offload_paramz": True}, WHERE)
+    with provokes(options.as_prefetch, errors.OptionError, match="Did you mean 'BACKWARD_PRE'"):
+        options.as_prefetch("BACKWARD_PRO", WHERE)
+    with provokes(options.as_options, errors.OptionError, match=r"backward_prefetch"):
+        options.as_options({"backward_prefetch": 3}, WHERE)
+    with provokes(options.as_options, errors.PrecisionError, match="Did you mean 'bf16'"):
+        options.as_options({"mixed_precision": "bf61"}, WHERE)
+
+
+def test_options_come_from_all_arguments_and_ignore_the_others():
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    understood = options.as_options(
+        {"use_orig_params": True, "mixed_precision": low, "process_group": "self"}, WHERE
+    )
+    assert understood.use_orig_params
+    assert understood.precision.param_dtype is torch.bfloat16
+    assert understood.backward_prefetch is Prefetch.NONE
+    assert (
+        options.as_options({"backward_prefetch": "BACKWARD_PRE"}, WHERE).forward_prefetch is False
+    )
+
+
+def test_a_device_may_be_left_out():
+    assert options.as_device(None) is None
+    assert options.as_device(torch.device("cpu")) == torch.device("cpu")
+
+
+class Encoder(nn.Linear):
+    def encode(self, batch):
+        return self(batch)
+
+
+def _refusals_of_the_wrapper() -> bool:
+    model = nn.Sequential(FSDP(Encoder(2, 2)), nn.Linear(2, 2))
+    model = FSDP(model)
+    inner = model[0]
+    with provokes(FSDP.register_comm_hook, errors.RootOnlyError, match="outermost"):
+        inner.register_comm_hook(None, lambda state, gradient, shard: None)
+    with provokes(FSDP.register_comm_hook, errors.OptionError):
+        model.register_comm_hook(None, "no function")
+    with provokes(FSDP.set_gradient_divide_factors, errors.OptionError, match="above 0"):
+        model.set_gradient_divide_factors(0.0, 1.0)
+    with provokes(register_fsdp_forward_method, errors.OptionError, match=r"method of Encoder"):
+        register_fsdp_forward_method(inner, "decode")
+    with (
+        model.summon_full_params(),
+        provokes(FSDP.unshard, errors.SummonContextError, match="summon_full_params"),
+    ):
+        model.unshard()
+    return True
+
+
+def test_the_wrapper_refuses_what_it_cannot_do():
+    assert run_ranks(2, _refusals_of_the_wrapper, timeout=60, dist_timeout=20) == [True, True]
