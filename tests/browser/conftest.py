@@ -100,7 +100,8 @@ def open_page(site: str, chromium: Any) -> Iterator[Callable[..., Any]]:
         page = context.new_page()
         watch(page)
         page.goto(site + path)
-        page.wait_for_load_state("networkidle")
+        if path:  # the selector comes last, once the list of versions has arrived
+            page.locator(".md-version").wait_for(state="attached")
         return page
 
     yield open_one

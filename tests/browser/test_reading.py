@@ -33,7 +33,7 @@ def search(page: Any, words: str) -> list[str]:
     ("symptom", "page_name"),
     [
         ("initial weights differ", "initialisation"),
-        ("hybrid shard across hosts", "strategies"),
+        ("hybrid shard across hosts", "several-hosts"),
         ("process group self", "process-groups"),
     ],
 )
@@ -90,6 +90,7 @@ def test_other_versions_say_that_they_are_not_the_latest_and_lead_to_the_same_pa
 
 def test_the_numbered_address_of_the_latest_version_has_no_bar(open_page: Any):
     page = open_page(f"{latest().resolve().name}/")
+    page.wait_for_load_state("networkidle")
     assert page.locator(".not-latest").count() == 0
 
 
