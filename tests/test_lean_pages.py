@@ -45,3 +45,8 @@ def test_classes_of_pages_and_of_scripts_count_as_used(tmp_path: Path):
     (tmp_path / "theme.js").write_text('element.classList.add("script")')
     on_post_build({"site_dir": str(tmp_path)})
     assert (sheets / "main.1.css").read_text() == ".page{x:y}.script{x:y}"
+
+
+def test_a_link_to_a_name_keeps_its_look_and_loses_the_title_that_repeats_it():
+    link = '<a class="autorefs autorefs-internal" title="Class fsdp_ref.A" href="#a">A</a>'
+    assert on_post_page(link) == '<a class="autorefs autorefs-internal" href="#a">A</a>'

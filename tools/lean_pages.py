@@ -15,7 +15,7 @@ PLAIN = re.compile(r'<span class="(?:n|w|p|o|err|normal)">([^<]*)</span>')
 """Names, blanks, brackets and operators, which have the colour of plain code."""
 
 SOURCE = re.compile(r'<details class="mkdocstrings-source">.*?</details>', re.DOTALL)
-LINK = re.compile(r'<a class="autorefs autorefs-internal" title="[^"]*" href=')
+LINK = re.compile(r'(<a class="autorefs autorefs-internal") title="[^"]*" href=')
 """A link to a name, whose title repeats the name in full."""
 
 SPAN = re.compile(r"</?span[^>]*>")
@@ -36,7 +36,7 @@ def on_post_page(output: str, **_: Any) -> str:
         The page; what stands in `pre` keeps every character.
     """
     output = PLAIN.sub(r"\1", output)
-    output = LINK.sub("<a href=", output)
+    output = LINK.sub(r"\1 href=", output)
     output = SOURCE.sub(lambda found: lean_source(found[0]), output)
     parts = VERBATIM.split(output)  # in turn: text, a verbatim element, that element's name
     kept = []
