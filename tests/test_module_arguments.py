@@ -378,7 +378,10 @@ def test_without_a_policy_nobody_reads_marks():
 )
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("sharding_stategy", "sharding_strategy"), ("gradient_diviser", "gradient_divisor")],
+    [
+        ("sharding_stategy", "sharding_strategy"),  # misspelt on purpose
+        ("gradient_diviser", "gradient_divisor"),  # misspelt on purpose
+    ],
 )
 def test_an_unknown_argument_names_the_module_the_voice_and_the_nearest_one(
     voice, called, wrong, nearest
@@ -457,7 +460,7 @@ def test_what_the_root_says_has_to_be_a_function(name):
 
 def refused_by_value():
     for name, value, error in (
-        ("mixed_precision", "FUL", errors.PrecisionError),
+        ("mixed_precision", "FUL", errors.PrecisionError),  # misspelt on purpose
         ("cpu_offload", "yes", errors.OptionError),
         ("backward_prefetch", "sometimes", errors.OptionError),
         ("gradient_divisor", 0, errors.OptionError),
@@ -470,7 +473,8 @@ def refused_by_value():
                 FSDP(model, auto_wrap_policy=policy)
     assert FSDP.fsdp_modules(model) == []
     with provokes(unit_arguments.between_other_dtypes, errors.PrecisionError, match="here"):
-        unit_arguments.between_other_dtypes({"mixed_precision": "FUL"}, {}, "here")
+        given = {"mixed_precision": "FUL"}  # misspelt on purpose
+        unit_arguments.between_other_dtypes(given, {}, "here")
 
 
 def test_a_wrong_value_names_the_module_before_anything_is_wrapped():
