@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from tools import running, snippets
-from tools.checks import built, commands, docstring_form, pages, raises, snippet_form
+from tools.checks import answers, built, commands, docstring_form, pages, raises, snippet_form
 from tools.checks.result import Result
 from tools.paths import ROOT
 from tools.snippet_files import SnippetError
@@ -40,8 +40,10 @@ CHECKS: dict[str, Callable[[Path], Result]] = {
     "inventory": commands.check_inventory,
     "generated pages": commands.check_prebuild,
     "code blocks": pages.check_fences,
+    "tests on pages": answers.check_named_tests,
     "strict build": commands.check_build,
     "links": built.check_links,
+    "answers": answers.check_anchors,
     "examples": commands.check_examples,
     "error tests": commands.check_provocations,
 }
