@@ -65,7 +65,7 @@ class RegisteredNames:
             flat_params: The unit's flat parameters.
             use_orig_params: Leave everything as it is instead: modules keep their parameters.
         """
-        self._keeps_originals = use_orig_params
+        self._keeps_originals, self._gathered = use_orig_params, False
         names = ["_flat_param", *(f"_flat_param_{n}" for n in range(1, len(flat_params)))]
         self._wrapper = wrapper
         self.flat = dict(zip(names, flat_params, strict=False))
@@ -106,6 +106,7 @@ class RegisteredNames:
 
     def set_gathered(self, gathered: bool) -> None:
         """Let the modules find their weights, or the stand-ins."""
+        self._gathered = gathered
         if self._shown or self._keeps_originals:
             return
         for module, parameters in self._managed.items():
@@ -196,7 +197,9 @@ class RegisteredNames:
         try:
             yield
         finally:
+            gathered = self._gathered  # a unit may be resharded meanwhile
             self.hide()
+            self.set_gathered(gathered)
 
     @contextmanager
     def flat_shown(self) -> Iterator[None]:

@@ -359,3 +359,21 @@ def types_and_memory() -> None:
 
 def test_values_have_the_plain_types_share_memory_if_tied_and_outlive_a_summon():
     run_ranks(2, types_and_memory)
+
+
+def what_modules_find() -> None:
+    model = nested(seeded(), sharding_strategy="SHARD_GRAD_OP")
+    loss = mean_square(model(my_part(whole_batch())))
+    linear = model.module.layers[0].module.linear
+    weight = linear.weight
+    model.state_dict()
+    assert linear.weight is weight  # still whole, as the backward is to come
+    loss.backward()
+    assert linear.weight is not weight
+    loss = mean_square(model(my_part(whole_batch())))
+    model.load_state_dict(model.state_dict())
+    assert linear.weight is not weight  # dropped, because what was gathered is stale
+
+
+def test_modules_find_after_an_export_what_they_found_before():
+    run_ranks(2, what_modules_find)
