@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from fsdp_ref.agreement import exchange
-from fsdp_ref.collectives import broadcast, explained
 from fsdp_ref.errors import this_rank
 from fsdp_ref.optim_keys import Entry
 from fsdp_ref.optim_words import Whole, decoded, encoded
-from fsdp_ref.rank_group import RankGroup
-from fsdp_ref.recording import record
 from fsdp_ref.row_shards import rows_of
-from fsdp_ref.small_groups import first_rank
+from fsdp_ref.small_groups import first_rank, send_from
 from fsdp_ref.unit import Unit
 
 Heard = dict[str, tuple[int, int, dict[str, Any]]]
@@ -79,10 +76,5 @@ def _sent(mine: Any, told: Any, sender: int, ranks: Sequence[int], unit: Unit) -
     value = torch.empty(told.shape, dtype=told.dtype)
     if sender == this_rank() and isinstance(mine, Tensor):
         value = mine
-    order = (sender, *(rank for rank in ranks if rank != sender))
-    group = RankGroup(order, order.index(this_rank()))
-    with explained(f"{unit.where}, versions of optimizer state", [group]):
-        sent = broadcast([value], group)
-    record(unit.name, unit.phase.value, "broadcast",
-           bytes_on_wire=sent, group=order, dtype=value.dtype)  # fmt: skip
+    send_from(sender, ranks, value, unit, "versions of optimizer state")
     return value

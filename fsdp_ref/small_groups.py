@@ -103,12 +103,7 @@ class Versions:
         versions = {}
         for first in self.firsts[unit]:
             value = mine.clone() if first == first_rank(unit) else torch.empty_like(mine)
-            ranks = (first, *(rank for rank in self._ranks if rank != first))
-            group = RankGroup(ranks, ranks.index(this_rank()))
-            with explained(f"{unit.where}, its versions", [group]):
-                sent = broadcast([value], group)
-            record(unit.name, unit.phase.value, "broadcast",
-                   bytes_on_wire=sent, group=ranks, dtype=value.dtype)  # fmt: skip
+            send_from(first, self._ranks, value, unit, "its versions")
             versions[first] = value
         return versions
 
@@ -142,6 +137,24 @@ class Versions:
                 fix='Ask for them all with state_dict_type("full", replicas="all"), for this '
                 'rank\'s with replicas="mine", or for the sharded form.',
             )
+
+
+def send_from(sender: int, ranks: Sequence[int], value: Tensor, unit: Unit, what: str) -> None:
+    """Overwrite a value on all ranks with what one of them holds. Collective.
+
+    Args:
+        sender: A global rank.
+        ranks: All that take part, that one among them.
+        value: Of one shape and dtype on all ranks; written in place.
+        unit: The unit that it belongs to.
+        what: What is sent, for messages.
+    """
+    order = (sender, *(rank for rank in ranks if rank != sender))
+    group = RankGroup(order, order.index(this_rank()))
+    with explained(f"{unit.where}, {what}", [group]):
+        sent = broadcast([value], group)
+    record(unit.name, unit.phase.value, "broadcast",
+           bytes_on_wire=sent, group=order, dtype=value.dtype)  # fmt: skip
 
 
 def first_rank(unit: Unit) -> int:

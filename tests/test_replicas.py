@@ -272,5 +272,4 @@ def test_ranks_that_do_not_call_it_alike_are_told():
 
 def test_the_room_below_hands_it_on():
     assert fsdp_ref.agreement.check_replicas is check_replicas
-    with pytest.raises(AttributeError, match="check_replica'"):
-        fsdp_ref.agreement.check_replica  # noqa: B018
+    assert not hasattr(fsdp_ref.agreement, "check_replica")
