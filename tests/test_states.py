@@ -113,7 +113,7 @@ def moves_and_phases_of_a_run() -> tuple[set, set]:
     for _ in range(2):
         mean_square(model(x)).backward()
     unit = model._unit
-    unit.start_unshard()  # a gather that turns out not to be needed
+    unit.start_unshard_ahead()  # a gather that turns out not to be needed
     unit.reshard()
     return moves, phases
 

@@ -73,12 +73,11 @@ def watch(title, *, forward=False, **options):
     batch = torch.ones(2, 4, device=device, requires_grad=True)
     model(batch).sum().backward()
     computed.clear()
-    with timeline() as recorded:
+    with timeline() as in_forward:
         loss = model(batch).sum()
-    if not forward:
-        computed.clear()
-        with timeline() as recorded:
-            loss.backward()
+    with timeline() as in_backward:  # always, or the root would stay gathered
+        loss.backward()
+    recorded = in_forward if forward else in_backward
     sent = [e for e in recorded.events if e.operation in ("all-gather", "reduce-scatter")]
     happened = sorted(computed + [(e.time_ns, f"{e.operation} {e.unit}") for e in sent])
     texts = [text for _, text in happened if "root" not in text]

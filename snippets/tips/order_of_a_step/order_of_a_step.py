@@ -30,9 +30,9 @@ Expected output:
     pre_backward   unshard 1
     post_backward  reshard 1
     post_backward  reduce-scatter 1
-    pre_backward   all-reduce root
     post_backward  reshard root
     post_backward  reduce-scatter root
+    idle           all-reduce root
     DDP sends 864 bytes, FSDP 1184, ratio 1.3704
     1 + 0.5 (1 - root share) = 1.3704
 """
