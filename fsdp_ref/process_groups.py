@@ -144,7 +144,8 @@ Without the comparison they would wait for each other.
 - *A full state dict* has one place for a layer that differs from group to group, so it is refused.
   Ask for all versions, or for this rank's; see [a run][versions-in-a-state-dict].
 - *Hosts.* `'node'` and `'local_rank_across_nodes'` need to know how many processes run on each
-  host. `torchrun` says so in the environment. Other launchers may not.
+  host. `torchrun` says so in the environment. Other launchers may not, and then these words are
+  refused rather than guessed: see [a run][another-launcher].
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ def resolve(
         world_size = _known_world_size(where) or _everyone(where).size
     asked = f"{where}, process_group={process_group!r}"
     if isinstance(process_group, str):
-        lists = rank_words.word_lists(process_group, world_size, local_world_size)
+        lists = rank_words.word_lists(process_group, world_size, local_world_size, asked)
     elif rank_words.is_lists(process_group):
         lists = rank_words.checked_lists(process_group, world_size, asked)
         asked = f"{where}, process_group=lists {spell_lists(lists)}"

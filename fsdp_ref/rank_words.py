@@ -44,13 +44,16 @@ def from_environment(variable: str, where: str) -> int | None:
     return int(text)
 
 
-def word_lists(word: str, world_size: int, local_world_size: int | None = None) -> list[list[int]]:
+def word_lists(
+    word: str, world_size: int, local_world_size: int | None = None, where: str | None = None
+) -> list[list[int]]:
     """Return the groups that a word means; see [rank_lists][fsdp_ref.process_groups.rank_lists].
 
     Args:
         word: The word, in either case.
         world_size: Number of ranks.
         local_world_size: Number of ranks on each host; by default from the environment.
+        where: Who asks, for messages.
 
     Returns:
         The groups in order of their lowest rank.
@@ -59,7 +62,7 @@ def word_lists(word: str, world_size: int, local_world_size: int | None = None) 
         GroupWordError: If the word is unknown, its number does not divide the world size, or
             the local world size is needed and unknown.
     """
-    where = f"process_group={word!r}"
+    where = where or f"process_group={word!r}"
     kind, number = _parse(word, local_world_size, where)
     if number < 1 or world_size < 1 or world_size % number:
         raise GroupWordError.at(

@@ -12,10 +12,10 @@ Run on any machine, no GPU needed:
 Expected output:
 
     'set3', which does not divide 4: 4 of 4 ranks get an error
-      [rank 0] FSDP201 process_group='set3': expected a number that divides the world size
-      4, found 3. Divisors are 1, 2, 4.
-      [rank 3] FSDP201 process_group='set3': expected a number that divides the world size
-      4, found 3. Divisors are 1, 2, 4.
+      [rank 0] FSDP201 unit 'Linear', process_group='set3': expected a number that divides
+      the world size 4, found 3. Divisors are 1, 2, 4.
+      [rank 3] FSDP201 unit 'Linear', process_group='set3': expected a number that divides
+      the world size 4, found 3. Divisors are 1, 2, 4.
     [0, 1] on ranks 0 and 1, 'self' on the others, which fits: 0 of 4 ranks get an error
       nothing
       nothing

@@ -6,7 +6,7 @@ requests, and none hangs. A word that makes no groups of this world is refused a
 last case is two words that are easily mixed up: on four ranks their groups are equally large.
 
 torch's FSDP2 takes meshes, which say at once what all ranks are to do. One that leaves out a
-rank is no error until that rank uses it. One that names a rank twice was seen to hang.
+rank is no error until that rank uses it.
 
 Run on any machine, no GPU needed:
 
