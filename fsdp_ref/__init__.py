@@ -73,6 +73,7 @@ _TORCHS_OWN = {
     "LocalStateDictConfig": "torch.distributed.fsdp",
     "MixedPrecision": "torch.distributed.fsdp",
     "OptimStateDictConfig": "torch.distributed.fsdp",
+    "OptimStateKeyType": "torch.distributed.fsdp.fully_sharded_data_parallel",
     "ShardedGradScaler": "torch.distributed.fsdp.sharded_grad_scaler",
     "ShardedOptimStateDictConfig": "torch.distributed.fsdp",
     "ShardedStateDictConfig": "torch.distributed.fsdp",

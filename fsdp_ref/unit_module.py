@@ -52,16 +52,18 @@ class UnitModule(Wrapper):
         return self._unit.group.live
 
     @staticmethod
-    def fsdp_modules(module: nn.Module) -> list[UnitModule]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[UnitModule]:
         """Return all units in ``module``, outer before inner. Not collective.
 
         Args:
             module: Any module.
+            root_only: Leave out units that are inside of others, also of one around `module`.
 
         Returns:
             The units, in the order of `module.modules()`.
         """
-        return [part for part in module.modules() if isinstance(part, UnitModule)]
+        units = [part for part in module.modules() if isinstance(part, UnitModule)]
+        return [unit for unit in units if not root_only or unit.check_is_root()]
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost unit. Not collective."""

@@ -4,9 +4,15 @@ Each program trains with another mix of arguments and leaves what it computed in
 Torch's class needs to be told to stay on the CPU; nothing else is added for it.
 """
 
+import inspect
+
 import torch
+import torch.distributed.fsdp as torchs
+import torch.distributed.fsdp.wrap as torchs_wrap
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 import fsdp_ref
+from fsdp_ref import wrapping
 from tests.ranks import run_ranks
 
 BEGINNING = """
@@ -224,3 +230,33 @@ def test_a_program_for_torchs_class_computes_the_same_with_one_import_changed():
                 atol=2e-3 if low else 1e-6,
             )
             assert ours["losses"][-1] < ours["losses"][0]
+
+
+OF_FULLY_SHARD = {  # names of torch.distributed.fsdp that belong to its second FSDP
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "share_comm_ctx",
+}
+
+
+def test_every_name_that_such_a_program_imports_is_here():
+    wanted = set(torchs.__all__) - OF_FULLY_SHARD
+    assert {name for name in wanted if not hasattr(fsdp_ref, name)} == set()
+    assert OF_FULLY_SHARD <= set(torchs.__all__)
+    assert {name for name in torchs_wrap.__all__ if not hasattr(wrapping, name)} == set()
+    assert fsdp_ref.OptimStateKeyType is OptimStateKeyType
+
+
+def test_every_method_of_torchs_class_is_here_and_takes_the_same_arguments():
+    theirs, ours = torchs.FullyShardedDataParallel, fsdp_ref.FullyShardedDataParallel
+    methods = [n for n in vars(theirs) if not n.startswith("_") and callable(getattr(theirs, n))]
+    assert len(methods) > 15
+    for name in [*methods, "__init__"]:
+        taken = list(inspect.signature(getattr(ours, name)).parameters)
+        wanted = list(inspect.signature(getattr(theirs, name)).parameters)
+        assert taken[: len(wanted)] == wanted, name

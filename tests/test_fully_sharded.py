@@ -220,6 +220,10 @@ def like_the_module() -> None:
     assert model.check_is_root()
     assert not model[1].check_is_root()
     assert FSDP.fsdp_modules(model) == [model, model[1]]
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert FSDP.fsdp_modules(model[1], root_only=True) == []
+    pair = nn.ModuleList([FSDP(nn.Linear(2, 2)), model])
+    assert FSDP.fsdp_modules(pair, root_only=True) == [pair[0], model]
     assert FSDP.fsdp_modules(nn.Linear(1, 1)) == []
     chatty = FSDP(Chatty().double())
     assert chatty.greeting == "hello"
