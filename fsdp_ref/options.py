@@ -8,10 +8,9 @@ single unit. One more, `gradient_divisor`, says what a gradient is the mean of.
 
 # CPU offload
 
-With `cpu_offload=CPUOffload(offload_params=True)` the shard lives on the CPU. It is copied to
-the device when it is gathered, and the gradient shard is copied back, so the optimizer runs on
-the CPU and its state never takes memory on the device. It costs two copies of a shard in each
-step. `{"offload_gradients": True}` moves the gradient alone.
+With `cpu_offload=CPUOffload(offload_params=True)` the shard lives on the CPU, and with it its
+gradient and the state of the optimizer. `{"offload_gradients": True}` moves the gradient alone.
+[A run shows][offload-to-the-cpu] what lives where in a step, and that page what it costs.
 
 Tip: Offload where the state of the optimizer is the problem
     With `cpu_offload=True` shards, gradients and the state of the optimizer never take memory on
@@ -75,8 +74,8 @@ is W/G times too large beside the dense layers, and nothing warns: with `'self'`
 of ranks. It looks like a higher learning rate for experts. Give such units
 `gradient_divisor=torch.distributed.get_world_size()`, in their constructor or in a policy's dict.
 
-With batches of unequal size the same argument weighs ranks: let each rank's loss be a *sum* over
-its tokens, and divide by the number of tokens of all ranks. If that changes from step to step,
+With [batches of unequal size][unequal-batches] the divisor is the number of tokens of all ranks. If
+it changes from step to step,
 [set_gradient_divide_factors][fsdp_ref.FullyShardedDataParallel.set_gradient_divide_factors] says
 it anew.
 
