@@ -32,9 +32,10 @@ each module of the unit, from the outside to the inside, and sets what the modul
 
 What has values already keeps them, and parameters that were tied on meta stay tied: the first
 module that holds one sets it. Values go to `device_id`, or else to the accelerator, or to the CPU
-where there is none. Materialised modules draw from the random state of the process. So give all
-ranks one seed here, too. The deferred tensors of torchdistX, which torch's class also takes, are
-not known here.
+where there is none. Materialised modules draw from the random state of the process, and move it
+on: two layers of one shape start with different numbers, offloaded or not. So give all ranks one
+seed here, too. The deferred tensors of torchdistX, which torch's class also takes, are not known
+here.
 
 Tip: Build a model on meta if it does not fit into memory
     Wrapping gives one unit after the other its values and cuts it at once. What a rank holds is
