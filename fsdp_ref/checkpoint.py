@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_ref.errors import StateDictTypeError
 from fsdp_ref.fully_sharded import FullyShardedDataParallel
+from fsdp_ref.optim_beginning import beginning_of
 from fsdp_ref.optim_keys import Names, entries_of, groups_of
 from fsdp_ref.optim_state import attach
 from fsdp_ref.sent_values import SentValue, fetched, sent_by_first
@@ -107,8 +106,9 @@ def get_optimizer_state_dict(
 
     Returns:
         `"state"` and `"param_groups"` of all optimizers, one after the other; flattened, one level
-        of names such as `"state.head.weight.exp_avg"`. An optimizer that never stepped has the
-        state that its first step would begin with, so that `dcp.load` has something to fill.
+        of names such as `"state.head.weight.exp_avg"`. In the sharded form a weight that never had
+        a gradient has the state that its first step would begin with, so that `dcp.load` finds and
+        fills all there is; so has every weight in both forms if the optimizer never stepped.
 
     Raises:
         OptimizerStateError: If state cannot be told by name; see
@@ -123,9 +123,11 @@ def get_optimizer_state_dict(
     groups: list[Any] = []
     with _form(model, options):
         for optimizer in _listed(optimizers):
-            own = _state_before_a_step(optimizer)
-            one = FullyShardedDataParallel.optim_state_dict(model, optimizer, own)
-            state |= one.get("state", {})
+            one = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            mine = one.get("state", {})
+            if not (options.full_state_dict and optimizer.state):
+                mine = _with_beginning(model, optimizer, mine)
+            state |= mine
             groups += one.get("param_groups", [])
     if options.flatten_optimizer_state_dict:
         return _flattened(state, groups)
@@ -319,39 +321,23 @@ def _form(
     )
 
 
-def _state_before_a_step(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the state that an optimizer would begin with, if it has none yet.
+def _with_beginning(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Return state by name in which no weight lacks any that could have some. Collective.
 
-    `dcp.load` fills what is there: without it, the state of a fresh optimizer would stay empty and
-    nobody would notice. A stand-in takes a step without a gradient, for weights of zero.
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        state: What it has by now.
     """
-    if optimizer.state:
-        return None
-    beginner: Any = object.__new__(type(optimizer))
-    beginner.__dict__.update(optimizer.__dict__)
-    beginner.state = defaultdict(dict)
-    for hooks in [name for name in beginner.__dict__ if name.endswith("_hooks")]:
-        setattr(beginner, hooks, OrderedDict())
-    beginner.param_groups = [
-        {**group, "params": [_zeros(parameter) for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    try:
-        type(optimizer).step(beginner)  # a scheduler may have put another one on the object
-    except TypeError:  # it wants a closure
-        return None
-    for values in beginner.state.values():
-        if "step" in values:
-            values["step"] = values["step"] * 0
-    own: dict[str, Any] = beginner.state_dict()
-    return own
-
-
-def _zeros(parameter: nn.Parameter) -> nn.Parameter:
-    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    stand_in = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
-    stand_in.grad = torch.zeros_like(stand_in) if parameter.requires_grad else None
-    return stand_in
+    entries = entries_of(groups_of(model, optimizer), Names(model))
+    lacking = [entry for entry in entries if not state.get(entry.names[0])]
+    own = beginning_of(optimizer, lacking)
+    begun = FullyShardedDataParallel.optim_state_dict(model, optimizer, own).get("state", {})
+    merged = {**begun, **{name: values for name, values in state.items() if values}}
+    ordered = [name for entry in entries for name in entry.names if name in merged]
+    return {name: merged.pop(name) for name in ordered} | merged
 
 
 def _frozen(model: nn.Module) -> set[str]:

@@ -25,6 +25,7 @@ ORDER = (
     "optim_versions",
     "optim_load",
     "optim_gather",
+    "optim_beginning",
     "optim_keys",
     "optim_words",
     "timelines",
