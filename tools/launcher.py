@@ -4,6 +4,8 @@ This file is started as a script by the snippet runner. It imports torch and not
 then waits. For each request it forks: the child becomes the leader of a new process group,
 moves into the given folder and starts torchrun's agent with start method *fork*, so every
 rank begins with torch loaded and nothing more, as after `import torch` in a fresh Python.
+Part of torch is its compiler, which no snippet uses. The first optimizer of a process and
+`fully_shard` load it all the same, in each rank, and that took most of the time of their runs.
 
 Requests and answers are lines of JSON on standard input and output.
 """
@@ -18,6 +20,7 @@ import traceback
 import types
 
 import torch  # loaded once, inherited by every rank
+import torch._dynamo  # what the first optimizer of a process would load
 
 
 def serve() -> None:
