@@ -209,14 +209,18 @@ def test_an_export_that_no_page_shows(tree):
 
 @pytest.mark.parametrize(
     ("file", "method"),
-    [("fully_sharded.py", "def unshard"), ("weights.py", "def state_dict")],
+    [("fully_sharded.py", "def unshard"), ("saving.py", "def state_dict")],
     ids=["its own", "inherited"],
 )
 def test_a_public_method_that_no_page_shows(tree, file, method):
     def mutate():
-        option = r"inherited_members: true" if file == "weights.py" else r"      heading_level: 2\n"
-        instead = "inherited_members: false" if file == "weights.py" else "      members: false\n"
-        change(tree, "site/reference/fully-sharded.md", option, instead)
+        if file == "fully_sharded.py":
+            whole = r"(::: fsdp_ref\.FullyShardedDataParallel\n    options:\n)"
+            page = "site/reference/fully-sharded.md"
+            change(tree, page, whole, r"\1      members: false\n")
+        else:
+            shown = r"^::: fsdp_ref\.FullyShardedDataParallel\.state_dict$"
+            change(tree, "site/reference/weights.md", shown, "::: fsdp_ref.wrap")
 
     told = new_problems(docstring_form.check_public, tree, mutate)
     name = method.removeprefix("def ")
