@@ -9,8 +9,8 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    reduce after every backward   holds [256, 256, 256] elements, reduce-scatters 6
-    reduce after the last backward holds [512, 512, 256] elements, reduce-scatters 2
+    reduce after every backward    holds [256, 256, 256] elements, reduce-scatters 6, all-gathers 9
+    reduce after the last backward holds [512, 512, 256] elements, reduce-scatters 2, all-gathers 9
     largest gradient 0.157, largest difference 0.00000
 """
 
@@ -56,9 +56,9 @@ def accumulate(case, skip_reductions):
             with model.no_sync() if skip_reductions and not last else nullcontext():
                 model(batch).square().mean().backward()
             held.append(gradient_elements(model))
-    number = len(recorded.lines("reduce-scatter"))
+    sent = [len(recorded.lines(name)) for name in ("reduce-scatter", "all-gather")]
     if rank == 0:
-        print(f"{case:29} holds {held} elements, reduce-scatters {number}")
+        print(f"{case:30} holds {held} elements, reduce-scatters {sent[0]}, all-gathers {sent[1]}")
     return [parameter.grad for parameter in model.parameters()]
 
 

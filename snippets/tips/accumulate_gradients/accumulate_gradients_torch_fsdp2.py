@@ -10,8 +10,8 @@ Run on any machine, no GPU needed:
 
 Expected output:
 
-    reduce after every backward   holds [256, 256, 256] elements, reduce-scatters 6
-    reduce after the last backward holds [512, 512, 256] elements, reduce-scatters 2
+    reduce after every backward    holds [256, 256, 256] elements, reduce-scatters 6, all-gathers 9
+    reduce after the last backward holds [512, 512, 256] elements, reduce-scatters 2, all-gathers 9
     largest gradient 0.157, largest difference 0.00000
 """
 
@@ -58,15 +58,16 @@ def gradient_elements(model):
     return sum(gradient.numel() for gradient in held if gradient is not None)
 
 
-class CountReductions(TorchDispatchMode):
-    """Count reduce-scatters as they are issued, on any backend."""
+class CountMessages(TorchDispatchMode):
+    """Count reduce-scatters and all-gathers as they are issued, on any backend."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.sent = [0, 0]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "reduce_scatter" in str(func)
+        self.sent[0] += "reduce_scatter" in str(func)
+        self.sent[1] += "allgather" in str(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -74,15 +75,15 @@ def accumulate(case, skip_reductions):
     """Run three backwards, the first two without reduction if asked; return the gradient shards."""
     model = sharded()
     held = []
-    with CountReductions() as reductions:
+    with CountMessages() as messages:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             model.set_requires_gradient_sync(last or not skip_reductions)
             model(batch).square().mean().backward()
             held.append(gradient_elements(model))
-    number = reductions.count
+    sent = messages.sent
     if rank == 0:
-        print(f"{case:29} holds {held} elements, reduce-scatters {number}")
+        print(f"{case:30} holds {held} elements, reduce-scatters {sent[0]}, all-gathers {sent[1]}")
     return [parameter.grad.to_local() for parameter in model.parameters()]
 
 
