@@ -13,7 +13,7 @@ from tools import docstrings, wheel
 from tools.prebuild import attributes, fragments, group_figures, tables, tips
 from tools.prebuild.writer import Generated
 from tools.snippet_files import read_all
-from tools.steps import charts, figure
+from tools.steps import charts, figure, one_step
 
 
 def prebuild(root: Path, *, fresh: bool = False) -> list[str]:
@@ -38,7 +38,9 @@ def prebuild(root: Path, *, fresh: bool = False) -> list[str]:
     tables.generate(package, root, output)
     attributes.generate(snippets, root, output, fresh=fresh)
     group_figures.generate(snippets, root, output, fresh=fresh)
-    charts.generate(figure.generate(root, output, fresh=fresh), output)
+    ways = figure.generate(root, output, fresh=fresh)
+    charts.generate(ways, output)
+    one_step.generate(ways, output)
     for path, content in wheel.offer(root).items():
         output.add(path, content)
     return output.write(root / "site" / "generated")
