@@ -295,18 +295,23 @@ def test_the_ci_script_is_valid_and_can_be_executed():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def run_ci_with(python3: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a copy of the CI script in which `python3 noxfile.py` is a stand-in."""
+TOOLS_OF_CI = ("bash", "dirname", "env", "grep", "head", "id", "mktemp", "rm", "tee")
+
+
+def run_ci_with(python3: str, folder: Path, **stand_ins: str) -> subprocess.CompletedProcess[str]:
+    """Run a copy of the CI script in which `python3 noxfile.py` is a stand-in, as others may be."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     programs = folder / "bin"
     programs.mkdir()
-    # The others stand in so that nothing is installed on the machine that runs this test.
-    for name, script in {"python3": python3, "apt-get": ":", "sudo": ":"}.items():
+    for name in TOOLS_OF_CI:
+        (programs / name).symlink_to(shutil.which(name))
+    # Nothing else of this machine is found, and so nothing is installed on it.
+    for name, script in {"python3": python3, "apt-get": ":", "sudo": ":", **stand_ins}.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (programs / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-    command = ["bash", str(folder / ".ci" / "run")]
+    environment = {**os.environ, "PATH": str(programs)}
+    command = [str(programs / "bash"), str(folder / ".ci" / "run")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -314,7 +319,8 @@ SUMMARY = "==== 12 passed, 1 skipped in 3.40s ===="
 
 
 def test_ci_closes_with_the_summary_of_the_tests_and_names_each_part(tmp_path: Path):
-    done = run_ci_with(f'case "$*" in *tests*) echo "{SUMMARY}";; esac; echo later', tmp_path)
+    tests = f'case "$*" in *tests*) echo "{SUMMARY}";; esac; echo later'
+    done = run_ci_with(tests, tmp_path, chromium=":")
     lines = done.stdout.splitlines()
     assert done.returncode == 0
     assert lines[-1] == SUMMARY
@@ -324,9 +330,24 @@ def test_ci_closes_with_the_summary_of_the_tests_and_names_each_part(tmp_path: P
         "types",
         "tests and docs-test",
         "docs-versions",
+        "docs-browser",
         "in all",
     ):
         assert any(re.fullmatch(rf" *\d+ s  {part}", line) for line in lines), part
+
+
+def test_ci_installs_a_browser_where_it_may_and_says_so_where_it_may_not(tmp_path: Path):
+    tests = f'echo "{SUMMARY}"'
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    installs = 'case "$*" in *install*) echo "#!/bin/sh" > "${0%/*}/chromium";; esac; '
+    installs += 'case "$*" in *install*) /bin/chmod 755 "${0%/*}/chromium";; esac'
+    done = run_ci_with(tests, tmp_path / "a", **{"apt-get": installs, "sudo": 'shift; "$@"'})
+    assert re.search(r"^ *\d+ s  docs-browser$", done.stdout, re.MULTILINE), done.stdout
+    assert "SKIPPED" not in done.stdout
+    done = run_ci_with(tests, tmp_path / "b", **{"apt-get": "exit 100"})
+    assert done.returncode == 0
+    assert "SKIPPED  docs-browser: no chromium here" in done.stdout
 
 
 def test_ci_fails_when_any_part_fails_and_still_runs_the_others(tmp_path: Path):
