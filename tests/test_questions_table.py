@@ -19,7 +19,7 @@ from tools.checks import answers
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "questions"
 HOW_MANY = 139  # reports are added, never dropped
-ANSWERED = 134  # of them on a page; more are welcome
+ANSWERED = 139  # of them on a page; more are welcome
 FIELDS = {"id", "symptom", "right", "processes", "tests", "page"}
 # Why a report has no test, or not one of all that it asks.
 REASONS = {"needs a GPU"}
