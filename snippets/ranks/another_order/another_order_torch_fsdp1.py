@@ -35,7 +35,7 @@ local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 cpu = torch.device("cpu")  # the model, and a group of its own with a short time limit
-group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
 
 
 class Branches(nn.Module):
