@@ -211,7 +211,7 @@ cannot be ignored, nor a parameter that one has sharded.
 One parameter used by two modules must be held by one unit. Two units would each keep a copy,
 and train the copies apart. So a policy that would cut a tie is refused before anything is
 sharded. The message names both uses, and what the policy has to leave out so that both end up
-in one unit.
+in one unit. [A run shows][tied-weights] what becomes of a tie that is cut.
 
 # All or nothing
 
