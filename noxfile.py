@@ -257,8 +257,14 @@ def port_is_free(port: int) -> bool:
 
 @shared()
 def docs(session: nox.Session) -> None:
-    """Build the site and serve it; `-- --build-only` stops after building, `-- --port N`."""
+    """Build the site and serve it; `-- --build-only`, `-- --port N`, or `-- --live` to edit.
+
+    `--live` serves at once and builds again after each edit of a page, a docstring or a snippet. It
+    takes recorded runs as they are, and is no proof of anything.
+    """
     port, build_only = port_of(session.posargs), "--build-only" in session.posargs
+    live = "--live" in session.posargs
+    variables = {"FSDP_REF_LIVE": "1"} if live else {}
     if not build_only and not port_is_free(port):
         session.error(
             f"port {port} of {ADDRESS} is taken. Stop what listens there, or choose another: "
@@ -268,19 +274,28 @@ def docs(session: nox.Session) -> None:
         session,
         *("-m", "tools.prebuild"),
         to_fix="a generated page could not be made. The file it comes from is named above.",
+        **variables,
     )
+    if not live:
+        build_site(session)
+    if build_only:
+        session.log("the site is in build/site")
+        return
+    print(f"\nServing on http://{ADDRESS}:{port}/ (Ctrl+C stops)\n", flush=True)
+    serve = ("-m", "mkdocs", "serve", "--dev-addr", f"{ADDRESS}:{port}")
+    if live:
+        serve = (*serve, "--no-strict")
+    run(session, *serve, to_fix="the server stopped; its message is above.", **variables)
+
+
+def build_site(session: nox.Session) -> None:
+    """Build the site into build/site."""
     run(
         session,
         *("-m", "mkdocs", "build", "--strict"),
         to_fix="the site has the faults listed above, each with its page. A fault in a page of "
         "the API reference sits in the docstring that the page shows.",
     )
-    if build_only:
-        session.log("the site is in build/site")
-        return
-    print(f"\nServing on http://{ADDRESS}:{port}/ (Ctrl+C stops)\n", flush=True)
-    serve = ("-m", "mkdocs", "serve", "--dev-addr", f"{ADDRESS}:{port}")
-    run(session, *serve, to_fix="the server stopped; its message is above.")
 
 
 @shared()

@@ -102,5 +102,5 @@ def test_the_calculator_follows_its_inputs(open_page: Any):
     page.locator("[name=world_size]").fill("12")
     assert "whole numbers" in page.locator(".calculator [role=alert]").inner_text()
     page.locator("[name=world_size]").fill("16")
-    page.get_by_label("CPU offload").press("Space")
+    page.get_by_role("checkbox", name="CPU offload").press("Space")
     assert sums()[4] == 0

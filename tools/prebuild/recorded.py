@@ -1,13 +1,15 @@
 """Runs whose output becomes part of a page, kept in `build/cache` while nothing changed.
 
 The key is a hash of the snippet, of the package's sources and of torch's version. Building the
-site uses the cache; `docs-test` runs everything again.
+site uses the cache; `docs-test` runs everything again. While somebody edits live, the last
+recording is good enough.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 from pathlib import Path
 
 from tools.paths import shown, sources
@@ -25,6 +27,20 @@ def key(snippet: Snippet, root: Path) -> str:
     return digest.hexdigest()
 
 
+def kept(cache: Path, pattern: str, *, fresh: bool) -> Path | None:
+    """Return the file of a recording that may be used in place of a run, if there is one.
+
+    Args:
+        cache: Where the recording is kept while nothing that it depends on has changed.
+        pattern: Matches the names of recordings of the same thing in the same folder.
+        fresh: Whether to use none.
+    """
+    if fresh:
+        return None
+    older = sorted(cache.parent.glob(pattern)) if os.environ.get("FSDP_REF_LIVE") else []
+    return next((path for path in (cache, *older) if path.exists()), None)
+
+
 def recorded_output(snippet: Snippet, root: Path, *, fresh: bool) -> list[str]:
     """Return what a snippet prints on this machine's CPU.
 
@@ -40,8 +56,8 @@ def recorded_output(snippet: Snippet, root: Path, *, fresh: bool) -> list[str]:
         PrebuildError: If the run fails.
     """
     cache = root / "build" / "cache" / f"{snippet.name}-{key(snippet, root)[:16]}.txt"
-    if cache.exists() and not fresh:
-        return cache.read_text(encoding="utf-8").splitlines()
+    if found := kept(cache, f"{snippet.name}-*.txt", fresh=fresh):
+        return found.read_text(encoding="utf-8").splitlines()
     with package_folder(root) as package:
         run = Run(snippet, "gloo", literal=True)
         outcome = run_literally(run, package, LIMIT_SECONDS)

@@ -20,6 +20,7 @@ from typing import Any
 
 from tools.paths import ROOT, shown, sources
 from tools.prebuild.fragments import PrebuildError
+from tools.prebuild.recorded import kept
 from tools.prebuild.writer import Generated
 from tools.running import base_environment
 
@@ -86,13 +87,14 @@ def recorded(root: Path, *, fresh: bool = False) -> Ways:
     for path in [root / PROGRAM, *sources(root)]:
         digest.update(path.read_bytes())
     cache = root / "build" / "cache" / f"steps-{digest.hexdigest()[:16]}.json"
-    if fresh or not cache.exists():
+    found = kept(cache, "steps-*.json", fresh=fresh)
+    if found is None:
         text = run(root)
         cache.parent.mkdir(parents=True, exist_ok=True)
         for old in cache.parent.glob("steps-*.json"):
             old.unlink()
         cache.write_text(text, "utf-8")
-    ways: Ways = json.loads(cache.read_text("utf-8"))
+    ways: Ways = json.loads((found or cache).read_text("utf-8"))
     for way, ranks in ways.items():
         orders = {tuple((t["what"], t["unit"]) for t in rank["ticks"]) for rank in ranks}
         if len(orders) != 1:
