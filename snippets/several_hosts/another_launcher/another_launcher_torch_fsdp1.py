@@ -31,15 +31,17 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 os.environ.pop("LOCAL_WORLD_SIZE")  # as if something else had started this process
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 dist.init_process_group()
+local_rank = int(os.environ["LOCAL_RANK"])
+device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = torch.device("cpu")  # what it counts: on the CPU, one device
+cpu = torch.device("cpu")  # in place of `device`: what it counts on the CPU is one device
 
 torch.manual_seed(0)
 model = FullyShardedDataParallel(
     nn.Sequential(nn.Linear(4, 4)),
     auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
     sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-    device_id=device,
+    device_id=cpu,
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.full((2, 4), rank + 1.0)).sum().backward()
