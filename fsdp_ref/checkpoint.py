@@ -146,7 +146,7 @@ def get_state_dict(
     Args:
         model: The model.
         optimizers: One optimizer or several.
-        options: Torch's options.
+        options: Torch's options, such as `full_state_dict` and `cpu_offload`.
         replicas: As for `get_model_state_dict`.
 
     Returns:
@@ -263,7 +263,7 @@ def set_state_dict(
         optimizers: One optimizer or several.
         model_state_dict: As for `set_model_state_dict`.
         optim_state_dict: As for `set_optimizer_state_dict`.
-        options: Torch's options.
+        options: Torch's options: `strict`, `broadcast_from_rank0`.
 
     Returns:
         The missing and the unexpected keys of the model.

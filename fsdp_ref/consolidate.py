@@ -46,7 +46,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def chosen_tensors(checkpoint: StoredCheckpoint, key: str | None = None) -> dict[str, StoredTensor]:
-    """Return the tensors of a model in a checkpoint, by their names in the model. Local.
+    """Return the tensors of a model in a checkpoint, by their names in the model.
+
+    Needs no ranks.
 
     Args:
         checkpoint: What is in the folder.

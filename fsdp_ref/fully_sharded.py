@@ -448,7 +448,10 @@ class Unsharding:
         self._units = units
 
     def wait(self) -> None:
-        """Wait until the parameters are there. Local."""
+        """Wait until the parameters are there.
+
+        Collective, if they were dropped since `unshard`: then they are gathered again.
+        """
         for unit in self._units:
             unit.unshard()
 

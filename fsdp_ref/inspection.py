@@ -40,7 +40,7 @@ from fsdp_ref.unit_module import UnitModule
 
 
 def strategy_of(placement: Placement) -> str:
-    """Name the strategy that a placement amounts to.
+    """Name the strategy that a placement amounts to. Local.
 
     Args:
         placement: Where a unit's weights are.

@@ -175,7 +175,7 @@ def rank_lists(
     world_size: int | None = None,
     local_world_size: int | None = None,
 ) -> list[list[int]]:
-    """Return the groups that a word means, as lists of global ranks. Pure arithmetic.
+    """Return the groups that a word means, as lists of global ranks. Local.
 
     Args:
         word: `'self'`, `'node'`, `'local_rank_across_nodes'`, `'setK'` or `'modK'`, in either
@@ -226,7 +226,7 @@ def _known_world_size(where: str) -> int | None:
 def table(
     word: str | Sequence[Any], world_size: int | None = None, local_world_size: int | None = None
 ) -> str:
-    """Return a printable table of the groups that a word means. Needs no processes.
+    """Return a printable table of the groups that a word means. Local.
 
     Args:
         word: The word or the lists, as in [rank_lists][fsdp_ref.process_groups.rank_lists]; or a

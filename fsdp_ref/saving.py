@@ -103,6 +103,8 @@ class StateDicts(UnitModule):
     ) -> Iterator[None]:
         """Choose the form of the state dicts of a model while the context is open. Not collective.
 
+        Every rank chooses the same.
+
         Args:
             module: As for `set_state_dict_type`.
             state_dict_type: As for `set_state_dict_type`.
@@ -140,7 +142,7 @@ class StateDicts(UnitModule):
     ) -> dict[str, Any]:
         """Return the weights under the plain model's names, by default whole ones. Collective.
 
-        Every rank calls it and, unless told otherwise, every rank gets the whole dict; it gathers
+        Every rank calls it and, unless `rank0_only` is set, gets the whole dict; it gathers
         one unit at a time and leaves the model as it was. Values own their memory; tied ones share
         it. Hooks of the modules inside run as on the plain model. Inside `summon_full_params` it
         sends nothing, and shows this rank's weights. `set_state_dict_type` chooses another form.
@@ -293,11 +295,11 @@ class StateDicts(UnitModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load weights under the plain model's names, on every rank. Local for plain values.
+        """Load weights under the plain model's names, on every rank.
 
-        Each rank copies its own part of every value, so it works at any number of ranks. Give
-        all ranks the same values: nothing compares them. Values may be `DTensor`s on any mesh, in
-        any form that is set; then it is collective, and makes one of them whole at a time. Of
+        Local for plain values, collective for `DTensor`s. Each rank copies its own part of every
+        value, so it works at any number of ranks. Give all ranks the same values: nothing compares
+        them. `DTensor`s may be on any mesh, in any form that is set; one is whole at a time. Of
         weights under `name@rank2` and the like, a rank takes those of its own group.
 
         If anything does not fit, nothing is loaded; torch loads what fits before it raises. Hooks

@@ -53,7 +53,7 @@ class Timeline(Recording):
     """
 
     def lines(self, *operations: str) -> list[str]:
-        """Return the events as short texts such as ``"all-gather layers.0"``.
+        """Return the events as short texts such as ``"all-gather layers.0"``. Local.
 
         Args:
             *operations: Keep these operations only; all of them when none is given.
@@ -65,7 +65,7 @@ class Timeline(Recording):
         return [f"{event.operation} {event.unit}" for event in kept]
 
     def bytes_sent(self, operation: str | None = None) -> int:
-        """Return the bytes that this rank sent.
+        """Return the bytes that this rank sent. Local.
 
         Args:
             operation: Count this operation only; all of them when omitted.

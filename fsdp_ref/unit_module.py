@@ -183,7 +183,7 @@ class UnitModule(Wrapper):
         self._adopt_inner_units()
 
     def extra_repr(self) -> str:
-        """Show the unit's size and who shares it."""
+        """Show the unit's size and who shares it. Local."""
         flat = self._unit.flat_params
         total = sum(p._layout.total_numel for p in flat)
         shard = sum(p.numel() for p in flat)

@@ -26,7 +26,7 @@ class Wrapper(nn.Module):
         return self._fsdp_wrapped_module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under names without the wrappers in between; see `nn.Module`.
+        """Yield parameters under names without the wrappers in between; see `nn.Module`. Local.
 
         Args:
             *args: As for `nn.Module.named_parameters`.
@@ -40,7 +40,7 @@ class Wrapper(nn.Module):
             yield clean_name(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield buffers under names without the wrappers in between; see `nn.Module`.
+        """Yield buffers under names without the wrappers in between; see `nn.Module`. Local.
 
         Args:
             *args: As for `nn.Module.named_buffers`.

@@ -21,7 +21,16 @@ from functools import partial
 from pathlib import Path
 
 from tools import running, snippets
-from tools.checks import answers, built, commands, docstring_form, pages, raises, snippet_form
+from tools.checks import (
+    answers,
+    built,
+    commands,
+    docstring_form,
+    pages,
+    raises,
+    snippet_form,
+    who_calls,
+)
 from tools.checks.result import Result
 from tools.paths import ROOT
 from tools.snippet_files import SnippetError
@@ -32,6 +41,7 @@ CHECKS: dict[str, Callable[[Path], Result]] = {
     "snippet files": snippet_form.check_form,
     "snippets on pages": snippet_form.check_on_pages,
     "public docstrings": docstring_form.check_public,
+    "who calls": who_calls.check_who_calls,
     "documented names": docstring_form.check_names,
     "tips": docstring_form.check_tips,
     "promised errors": raises.check_raises,

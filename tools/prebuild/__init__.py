@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools import docstrings, wheel
-from tools.prebuild import attributes, fragments, group_figures, tables, tips
+from tools.prebuild import attributes, fragments, group_figures, tables, tips, who_calls
 from tools.prebuild.writer import Generated
 from tools.snippet_files import read_all
 from tools.steps import charts, figure, one_step
@@ -36,6 +36,7 @@ def prebuild(root: Path, *, fresh: bool = False) -> list[str]:
     fragments.generate(snippets, root, output)
     tips.generate(docstrings.tips(package), snippets, root, output)
     tables.generate(package, root, output)
+    who_calls.generate(package, root, output)
     attributes.generate(snippets, root, output, fresh=fresh)
     group_figures.generate(snippets, root, output, fresh=fresh)
     ways = figure.generate(root, output, fresh=fresh)
