@@ -51,11 +51,11 @@ def test_what_pages_have_and_what_scripts_add_counts_as_used(tmp_path: Path):
     sheets = tmp_path / "assets" / "stylesheets"
     sheets.mkdir(parents=True)
     kept = (
-        ".page{x:y}.script{x:y}[data-md-color-scheme=slate]{x:y}"
+        ".page{x:y}.script{x:y}.side--left{x:y}[data-md-color-scheme=slate]{x:y}"
         ":root{--a:var(--b);--b:1;--icon:url('data:;')}.page{color:var(--a);m:var(--icon)}"
     )
     gone = (
-        ".nobody{x:y}[data-md-color-scheme=pink]{x:y}.nobody{color:var(--d)}"
+        ".nobody{x:y}.nobody--left{x:y}[data-md-color-scheme=pink]{x:y}.nobody{color:var(--d)}"
         ".tabbed-set:nth-child(4){x:y}"
     )
     unread = ":root{--c:var(--d);--d:url('data:;')}"
@@ -64,7 +64,7 @@ def test_what_pages_have_and_what_scripts_add_counts_as_used(tmp_path: Path):
     (tmp_path / "index.html").write_text(
         '<p class="other page" data-md-color-scheme="slate" data-tabs="2:3">'
     )
-    (tmp_path / "theme.js").write_text('element.classList.add("script")')
+    (tmp_path / "theme.js").write_text('element.classList.add("script", `side--${side}`)')
     on_post_build({"site_dir": str(tmp_path)})
     assert (sheets / "main.1.css").read_text() == f"{kept}:root{{}}"
     assert (tmp_path / "own.css").read_text() == "\na {\nx: y;\n}\n"

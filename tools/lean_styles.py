@@ -20,6 +20,8 @@ NTH_TAB = re.compile(r"tabbed.*:nth(?:-last)?-child\((\d+)\)")
 INNERMOST = re.compile(r"\([^()]*\)")
 DECLARED = re.compile(r"""(--[\w-]+):(?:'[^']*'|"[^"]*"|[^;}'"])*;?""")
 READ = re.compile(r"--[a-zA-Z][\w-]*")
+PUT_TOGETHER = re.compile(r"([a-zA-Z][\w-]*-)\$\{")
+"""The beginning of a class whose end a script adds, such as `tabbed-control--${side}`."""
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 
 
@@ -63,9 +65,10 @@ def what_is_needless(sheets: str, pages: str, scripts: str) -> Needless:
     had: set[str] = set()
     for found in re.findall(r'class="([^"]*)"', pages):
         had.update(found.split())
+    beginnings = tuple(set(PUT_TOGETHER.findall(scripts)))
     classes = {name for name in CLASS_NAME.findall(sheets) if name not in had}
     return Needless(
-        {name for name in classes if name not in scripts},
+        {name for name in classes if name not in scripts and not name.startswith(beginnings)},
         set(COLOUR.findall(sheets)) - set(COLOUR_OF_A_PAGE.findall(pages)),
         max((int(tabs) for tabs in re.findall(r'data-tabs="\d+:(\d+)"', pages)), default=0),
     )
