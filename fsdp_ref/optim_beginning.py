@@ -3,7 +3,8 @@
 `torch.distributed.checkpoint` loads what the dict it is given asks for, and nothing else. A weight
 without state in that dict would lose what the file has for it, and nobody would notice; one
 without state in the file could not be loaded at all. So the dict for a file says zeros for weights
-that never had a gradient: a step from there is a first step.
+that never had a gradient: a step from there is a first step. Only SGD with `dampening` tells the
+two apart: it takes the first gradient of all whole, and from zeros the dampened part.
 """
 
 from __future__ import annotations
