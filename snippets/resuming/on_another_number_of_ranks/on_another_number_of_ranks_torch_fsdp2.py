@@ -1,5 +1,6 @@
 """Save at four ranks, and go on at two.
 
+Parameters are `DTensor`s from the start, and any number of ranks can read them.
 
 Run on any machine, no GPU needed:
 
