@@ -248,7 +248,8 @@ class FlatParameter(FlatGradient):
         self._full_param_padded = self._full
         differs = self.compute_dtype != self.dtype or self._options.offload.offload_params
         if differs and self._fp16_shard is None:
-            self._fp16_shard = self._full.new_empty(self.numel())
+            with torch.inference_mode(False):  # it outlives a context around this call
+                self._fp16_shard = self._full.new_empty(self.numel())
             empty(self._fp16_shard)
 
     def start_unshard(self, tag: int) -> PendingGather:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_ref.containers import map_tensors, tensors_in
 from fsdp_ref.errors import OutputNotUnderstoodWarning
 
 
@@ -31,40 +30,47 @@ def alias_inputs(args: Any, kwargs: Any, when_passed: Callable[[], None]) -> tup
     Returns:
         How many inputs were aliased, and the arguments to use instead.
     """
-    leaves, structure = tree_flatten((args, kwargs))
     count = 0
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[index] = alias = leaf.view_as(leaf)
-            if alias.grad_fn is not None:  # always, as it needs a gradient
-                alias.grad_fn.register_hook(lambda *_: when_passed())
-                count += 1
-    args, kwargs = tree_unflatten(leaves, structure)
+
+    def alias(tensor: Tensor) -> Tensor:
+        nonlocal count
+        if not tensor.requires_grad:
+            return tensor
+        passed = tensor.view_as(tensor)
+        if passed.grad_fn is not None:  # always, as it needs a gradient
+            passed.grad_fn.register_hook(lambda *_: when_passed())
+            count += 1
+        return passed
+
+    args, kwargs = map_tensors(alias, (args, kwargs))
     return count, args, kwargs
 
 
-def tensors_in(output: Any) -> list[Tensor]:
-    """Find the tensors in an output: in containers, and in the fields of dataclasses.
+def own_copies(output: Any, weights: Iterable[Tensor]) -> Any:
+    """Copy those tensors of an output that share memory with weights, which are dropped soon.
+
+    A learned position embedding that returns a slice of its weight is such a module.
 
     Args:
         output: Whatever a forward returned.
+        weights: The unsharded weights of the unit.
 
     Returns:
-        The tensors, in order.
-
-    Examples:
-        >>> import torch
-        >>> len(tensors_in({"loss": torch.zeros(()), "hidden": [torch.zeros(2), None]}))
-        2
+        The same, if there is none; otherwise one with copies in their place. Gradients flow
+        through them.
     """
-    found: list[Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for part in fields(leaf):
-                found += tensors_in(getattr(leaf, part.name))
-    return found
+    dropped = {_memory_of(weight) for weight in weights} - {None}
+    if not any(_memory_of(tensor) in dropped for tensor in tensors_in(output)):
+        return output
+    return map_tensors(lambda t: t.clone() if _memory_of(t) in dropped else t, output)
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    """Return where a tensor's memory begins; `None` if it has none, or does not say."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:  # sparse tensors, and those inside function transforms
+        return None
 
 
 class SideOutputs:

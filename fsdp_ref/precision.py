@@ -91,18 +91,17 @@ Tip: Compute in a low dtype, and leave the optimizer its own
 
 from __future__ import annotations
 
-import copy
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdp_ref.containers import map_tensors, tensors_in
 from fsdp_ref.errors import PrecisionError
 
 _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -248,28 +247,11 @@ class Precision:
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in containers, and in the fields of dataclasses."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            leaf = copy.copy(leaf)
-            for part in fields(leaf):
-                # Frozen ones too: the copy is ours until we return it.
-                object.__setattr__(leaf, part.name, _cast(getattr(leaf, part.name), dtype))
-        return leaf
-
-    return tree_map(one, tree)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
-def _floating_leaves(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            if leaf.is_floating_point():
-                yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for part in fields(leaf):
-                yield from _floating_leaves(getattr(leaf, part.name))
+def _floating_leaves(tree: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(tree) if tensor.is_floating_point()]
 
 
 # Understanding the argument

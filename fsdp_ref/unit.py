@@ -16,12 +16,13 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_ref.collectives import CommHook, PendingReduction, explained
+from fsdp_ref.containers import tensors_in
 from fsdp_ref.errors import (
     DoubleBackwardError,
     WeightsChangedError,
 )
 from fsdp_ref.flat_param import FlatParameter
-from fsdp_ref.inputs_outputs import SideOutputs, alias_inputs, tensors_in, warn_of_output
+from fsdp_ref.inputs_outputs import SideOutputs, alias_inputs, own_copies, warn_of_output
 from fsdp_ref.options import Options, Prefetch
 from fsdp_ref.rank_group import Placement
 from fsdp_ref.registered import RegisteredNames
@@ -147,6 +148,7 @@ class Unit(UnitState):
         """Watch the outputs for their gradient, and drop the parameters if the schedule says so."""
         torch.clear_autocast_cache()  # it would go on using copies of the weights of now
         self.leave_forward()
+        output = own_copies(output, (flat_param.shown for flat_param in self.flat_params))
         found = [] if call is None else tensors_in(output)
         beside = [] if call is None else self._side_outputs.new()
         if call is not None and output is not None and not (found or beside):

@@ -93,6 +93,7 @@ ORDER = (
     "layout",
     "states",
     "recording",
+    "containers",
     "naming",
     "at_exit",
     "errors",
