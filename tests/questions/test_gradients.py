@@ -204,6 +204,18 @@ def test_only_post_accumulate_hooks_fire_and_see_the_shard_of_the_mean_gradient(
     assert_near(seen[-1][: mine.numel()], mine, "shard of the gradient")
 
 
+# meta-pytorch/torchrec#4268
+@on_ranks(2)
+def test_hooks_of_original_parameters_fire_before_there_is_a_gradient():
+    model, seen = nested(seeded(), use_orig_params=True), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    mean_square(model(my_part(whole_batch()))).backward()
+    assert seen
+    assert all(gradient is None for gradient in seen)
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
 # pytorch/pytorch#120879
 @on_ranks(2)
 def test_norms_of_single_parameters_come_from_shards_with_one_collective():
