@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_ref.at_exit import wait_for_threads_at_exit
@@ -223,6 +224,9 @@ class FullyShardedDataParallel(WeightAccess):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered. Collective.
 
+        Under `torch.compile` it runs as it is, outside of graphs: compile the modules inside units
+        instead.
+
         Args:
             *args: Passed on to the module.
             **kwargs: Passed on to the module.
@@ -242,6 +246,8 @@ class FullyShardedDataParallel(WeightAccess):
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the wrapped module, or one of its methods, as a forward of this unit."""
+        if torch.compiler.is_compiling():
+            return _outside_of_graphs(self, function, args, kwargs)
         unit, is_root, before = self._unit, self.check_is_root(), (args, kwargs)
         self._refuse_forward(is_root)
         self._set_up()
@@ -483,3 +489,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             fix="Give the name of a method, as a string.",
         )
     module._forward_methods.add(method_name)
+
+
+@_disable_dynamo
+def _outside_of_graphs(
+    model: FullyShardedDataParallel, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a forward that `torch.compile` met: collectives and freed memory are not for graphs."""
+    return model._run(function, args, kwargs)
