@@ -237,7 +237,7 @@ def _silent_ranks(
     return SilentRanksError.at(
         topic,
         expected=f"a word from {name_ranks(ranks)} within {limit.total_seconds():g} s",
-        found=f"{name_ranks(silent)} silent",
+        found=f"{name_ranks(silent)} silent" if silent else "the last of them just after it",
         fix="See whether they raised an error, hang, or never make this call.",
     )
 

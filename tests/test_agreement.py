@@ -131,6 +131,17 @@ def number_of_keys_after(rounds: int) -> int:
     return store.num_keys() - before
 
 
+def test_a_rank_that_comes_while_the_others_give_up_is_not_called_silent_without_a_number():
+    store = dist.HashStore()
+    for rank in (0, 1):
+        store.set(f"round/{rank}", "here now")
+    error = agreement._silent_ranks(store, "topic", "round", [0, 1], timedelta(seconds=1))
+    assert "within 1 s, found the last of them just after it" in str(error)
+    store.delete_key("round/1")
+    error = agreement._silent_ranks(store, "topic", "round", [0, 1], timedelta(seconds=1))
+    assert "found rank 1 silent" in str(error)
+
+
 def test_the_store_does_not_grow_with_the_number_of_comparisons():
     # The texts of the last round stay, for a rank may still be reading them.
     assert run_ranks(2, number_of_keys_after, 50) == [2, 2]
