@@ -124,6 +124,23 @@ def test_a_post_accumulate_hook_gets_the_reduced_shard_once_a_backward():
     run_ranks(2, hooks)
 
 
+def chosen_inputs():
+    flat, pieces = nested(seeded()), nested(seeded(), use_orig_params=True)
+    for model in (flat, pieces):
+        loss = mean_square(model(my_part(whole_batch())))
+        loss.backward(inputs=list(model.parameters()))
+    assert all(parameter.grad is None for parameter in flat.parameters())
+    plain = seeded()
+    mean_square(plain(whole_batch())).backward()
+    found = full_gradients(pieces)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+def test_a_backward_for_chosen_inputs_reaches_original_parameters_and_not_flat_ones():
+    run_ranks(2, chosen_inputs)
+
+
 def sparse():
     torch.manual_seed(0)
     plain = nn.Embedding(6, 3, sparse=True)
